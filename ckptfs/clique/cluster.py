@@ -8,7 +8,7 @@ Crash safety: the lease expires, and another node acquires the lock.
 """
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 
 from ckptfs import limits
@@ -86,6 +86,10 @@ class Cluster:
         """Return this node's lease while it certainly holds, else 0. A new lease means that it was dead."""
         return self.locks.node_lease.lease_id
 
+    def has_peers(self) -> bool:
+        """Return True if there are other nodes that copies go to."""
+        return len(self.view()) > 1 and self.factor > 1
+
     def draw_delay_s(self, at_most_s: float = limits.SPREAD_S_MAX, *, small_cluster_s: float = 0.0) -> float:
         """Return a random delay for what many nodes begin at one event.
 
@@ -111,6 +115,11 @@ class Cluster:
         if not placement.choose_new_holders(view, living, shared.writer, self.factor, self.jump):
             return False
         return min(living) == self.node_number
+
+    def choose_new_holders(self, holders: Collection[int], avoided: frozenset[int] = frozenset()) -> tuple[Node, ...]:
+        """Return the nodes that need a copy of a content of this node, best first, without avoided ones."""
+        view = self.view().build_without(avoided)
+        return placement.choose_new_holders(view, holders, self.node_number, self.factor, self.jump)
 
     def list_live(self, numbers: list[int]) -> list[Node]:
         """Return those of these nodes that are alive, without this one, in the given order."""

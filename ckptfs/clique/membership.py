@@ -70,6 +70,16 @@ class ClusterView:
         object.__setattr__(self, "nodes", tuple(sorted(self.nodes, key=lambda node: (node.rank, node.name))))
         object.__setattr__(self, "by_number", {node.number: node for node in self.nodes})
 
+    def build_without(self, numbers: frozenset[int]) -> "ClusterView":
+        """Return the view without these nodes. The last one is kept, with its placement."""
+        if not numbers:
+            return self
+        kept: tuple[frozenset[int], ClusterView] | None = self.placement_cache.get("without")
+        if kept is None or kept[0] != numbers:
+            kept = numbers, ClusterView(tuple(node for node in self.nodes if node.number not in numbers))
+            self.placement_cache["without"] = kept
+        return kept[1]
+
     def __contains__(self, number: object) -> bool:
         """Return True if the node of this number is alive."""
         return number in self.by_number

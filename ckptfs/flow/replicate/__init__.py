@@ -22,7 +22,7 @@ from ckptfs.catalog import exposure, peer_copies
 from ckptfs.catalog.contents import expire_previous, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
-from ckptfs.clique import locations, placement
+from ckptfs.clique import locations
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import Offer, PeerCorrupt, PeerFailed, PeerRefused, SendResult
@@ -56,7 +56,6 @@ class Replicate:
         self._commit_lock = threading.Lock()
         self._after = 0
         self._urgent_groups: tuple[tuple[int, ...], ...] = ()
-        self._reduced_view: tuple[ClusterView | None, frozenset[int], ClusterView] = (None, frozenset(), ClusterView())
 
     def step(self) -> bool:
         """Queue one batch of under-replicated contents. Return True if there may be more at once."""
@@ -86,23 +85,22 @@ class Replicate:
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def _plan_batch(self) -> bool:
-        view = self._cluster.view()
-        if len(view) < 2 or self._cluster.factor < 2:
+        if not self._cluster.has_peers():
             return False
         # If this step fails, the next one begins with the first content.
         after, self._after = self._after, 0
-        if self._plan_urgent(view):
+        if self._plan_urgent():
             return False  # Those that are left are planned when a queue has room.
         batch = peer_copies.list_under_replicated(self._db, after, BATCH_CONTENTS)
         for content, tier in batch:
             if tier in self._tiers:  # Else it waits until its tier returns.
-                self._plan(content, tier, view)
+                self._plan(content, tier)
         more = len(batch) == BATCH_CONTENTS
         if more:
             self._after = batch[-1][0].id
         return more
 
-    def _plan_urgent(self, view: ClusterView) -> bool:
+    def _plan_urgent(self) -> bool:
         """Queue the urgent contents in their order. Return True if they fill the queues."""
         order = exposure.load_order(self._db)
         groups = () if order is None else order.groups
@@ -112,10 +110,10 @@ class Replicate:
         urgent = peer_copies.list_under_replicated_of(self._db, [inode for group in groups for inode in group], limits.PEER_QUEUE_MAX)
         for content, tier in urgent:
             if tier in self._tiers:
-                self._plan(content, tier, view)
+                self._plan(content, tier)
         return len(urgent) == limits.PEER_QUEUE_MAX
 
-    def _plan(self, content: Content, tier: Tier, view: ClusterView) -> None:
+    def _plan(self, content: Content, tier: Tier) -> None:
         """Queue a content for its new holders. If no candidate is left, it has all copies that it can get."""
         cluster = self._cluster
         if content.digest is None or (content.size and not content.block_digests):
@@ -123,30 +121,16 @@ class Replicate:
             return
         receiving_nodes = self._queues.list_nodes_for(content.id)
         holding_nodes = {cluster.node_number, *peer_copies.list_holders(self._db, content), *receiving_nodes}
-        targets = placement.choose_new_holders(view, holding_nodes, cluster.node_number, cluster.factor, cluster.jump)
+        targets = cluster.choose_new_holders(holding_nodes)
         if not targets:
             if not receiving_nodes:
                 peer_copies.mark_replicated(self._db, content)
                 expire_previous(self._db, content)
             return
-        avoided = self._backoff.list_avoided_for(content.id)
-        for node in (
-            placement.choose_new_holders(
-                self._build_view_without(view, avoided), holding_nodes, cluster.node_number, cluster.factor, cluster.jump
-            )
-            if avoided
-            else targets
-        ):
+        avoided = self._backoff.list_avoided(content.id)
+        for node in cluster.choose_new_holders(holding_nodes, avoided) if avoided else targets:
             if node.number not in holding_nodes:
                 self._queues.put(node, content, tier)
-
-    def _build_view_without(self, view: ClusterView, avoided: frozenset[int]) -> ClusterView:
-        """Return the view without the avoided nodes. It is kept because placement caches its results per view."""
-        base, excluded, reduced = self._reduced_view
-        if base is not view or excluded != avoided:
-            reduced = ClusterView(tuple(node for node in view.nodes if node.number not in avoided))
-            self._reduced_view = (view, avoided, reduced)
-        return reduced
 
     # --- sending, in the peers' threads ------------------------------------------------------------------------------
 
@@ -251,9 +235,7 @@ class Replicate:
 
     def _finish_content(self, content: Content) -> bool:
         """Mark a content replicated if it has all its copies. Return whether it has."""
-        cluster = self._cluster
-        holding_nodes = {cluster.node_number, *peer_copies.list_holders(self._db, content)}
-        if placement.choose_new_holders(cluster.view(), holding_nodes, cluster.node_number, cluster.factor, cluster.jump):
+        if self._cluster.choose_new_holders({self._cluster.node_number, *peer_copies.list_holders(self._db, content)}):
             return False
         peer_copies.mark_replicated(self._db, content)
         expire_previous(self._db, content)

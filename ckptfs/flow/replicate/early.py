@@ -69,13 +69,10 @@ class EarlyReplication:
         self._growing_files: dict[int, _GrowingFile] = {}
         self._block = memoryview(bytearray(BLOCK))
 
+    @_low_priority()
     def step(self) -> bool:
         """Send new complete blocks of each file. Return True if there are more."""
-        with _low_priority():
-            return self._step()
-
-    def _step(self) -> bool:
-        if len(self._cluster.view()) < 2 or self._cluster.factor < 2:
+        if not self._cluster.has_peers():
             self._growing_files = {}
             return False
         written = peer_copies.list_being_written(self._db, limits.EARLY_FILES_MAX)

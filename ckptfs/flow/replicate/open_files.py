@@ -19,9 +19,7 @@ from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, mover_requests, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
-from ckptfs.clique import placement
 from ckptfs.clique.cluster import Cluster
-from ckptfs.clique.membership import ClusterView
 from ckptfs.clique.peer_api import Offer, PeerCorrupt, PeerFailed
 from ckptfs.model import Content, ContentState, CopyState, Level, Notifier, Tier
 from ckptfs.tiers import transfer
@@ -74,12 +72,10 @@ class SnapshotReplicator:
 
     def _send_until_enough(self, offer: Offer, fd: int) -> set[int]:
         """Send a snapshot until enough nodes have it, or no other one takes it. Return the nodes that have it."""
-        cluster, view = self._cluster, self._cluster.view()
+        cluster = self._cluster
         holding_nodes: set[int] = {cluster.node_number}
         failed: set[int] = set()
-        while targets := placement.choose_new_holders(
-            _build_view_without(view, failed), holding_nodes, cluster.node_number, cluster.factor, cluster.jump
-        ):
+        while targets := cluster.choose_new_holders(holding_nodes, frozenset(failed)):
             node = targets[0]
             try:
                 if not cluster.peers.send(node, offer, fd).is_verified:
@@ -96,10 +92,6 @@ class SnapshotReplicator:
             disk.act("replicate:open:counted", peer_copies.insert_peer_copy, self._db, copy)
             holding_nodes.add(node.number)
         return holding_nodes
-
-
-def _build_view_without(view: ClusterView, nodes: set[int]) -> ClusterView:
-    return ClusterView(tuple(node for node in view.nodes if node.number not in nodes)) if nodes else view
 
 
 class FsyncReplication:
@@ -202,7 +194,7 @@ class PeriodicReplication:
 
     def step(self) -> bool:
         """Copy all files that are due. Return False."""
-        if len(self._cluster.view()) < 2 or self._cluster.factor < 2:
+        if not self._cluster.has_peers():
             self._tracked = {}
             return False
         open_contents = peer_copies.list_being_written(self._db, limits.OPEN_FILES_MAX)

@@ -189,14 +189,8 @@ class PeerBackoff:
         with self._lock:
             self._nodes.pop(node, None)
 
-    def list_avoided(self) -> frozenset[int]:
-        """Return the peers that are avoided now."""
-        now_s = time.monotonic()
-        with self._lock:
-            return frozenset(node for node, (until_s, _) in self._nodes.items() if until_s > now_s)
-
-    def list_avoided_for(self, content: int) -> frozenset[int]:
-        """Return the peers that are avoided now for a content."""
+    def list_avoided(self, content: int | None = None) -> frozenset[int]:
+        """Return the peers that are avoided now, with those that are for this content."""
         now_s = time.monotonic()
         with self._lock:
             nodes = {node for node, (until_s, _) in self._nodes.items() if until_s > now_s}
