@@ -206,7 +206,7 @@ class Planner:
         action = self._append("put", inode, name, None, replaced=self._find_fingerprint(name))
         # If the name is known as another inode's, that one is ours, and this batch removes it first.
         can_merge = stat.S_ISDIR(mode) and self.view.get_former(*name)[0] in (None, inode)
-        self.plan.puts[action.key] = PlannedFile(kind, inode, content, mode, can_merge)
+        self.plan.puts[action.key] = PlannedFile(action, kind, content, mode, can_merge)
         self._rewritten.add(inode)
         if stat.S_ISDIR(mode):
             self._made_directories.add(inode)

@@ -11,7 +11,7 @@ from ckptfs import limits
 from ckptfs.catalog import contents, copies, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
-from ckptfs.catalog.pfs_batch import PfsBatch
+from ckptfs.catalog.pfs_batch import PfsAction, PfsBatch
 from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind
 from ckptfs.model import Content
 
@@ -32,10 +32,10 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class PlannedFile:
-    """A temporary file to make. `mode`: if the inode's row is gone; `can_merge`: unless it is there."""
+    """A file to make for a 'put'. `mode`: if the inode's row is gone; `can_merge`: unless it is there."""
 
+    action: PfsAction
     kind: SourceKind
-    inode: int
     content: Content | None
     mode: int
     can_merge: bool

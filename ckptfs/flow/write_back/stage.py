@@ -144,7 +144,7 @@ class Stager:
 
     def stage(self, plan: BatchPlan) -> PfsBatch:
         """Make the temporary files of a plan, and store the batch. Raises Busy if it must be planned again."""
-        puts = [action for action in plan.batch.actions if action.key in plan.puts]
+        puts = [planned.action for planned in plan.puts.values()]
         plan.batch.abandoned = self.remove_leftovers(puts)
         begun = PfsBatch(plan.batch.last_seq, puts, abandoned=plan.batch.abandoned)
         if puts:
@@ -152,8 +152,8 @@ class Stager:
             disk.reach("write_back:begun")
         try:
             began_s = time.monotonic()
-            staged = {action.key: self._stage_or_refuse(plan, action) for action in puts}
-            self._persist(plan, puts)
+            staged = {key: self._stage_or_refuse(plan, planned) for key, planned in plan.puts.items()}
+            self._persist(plan)
             spent_s = time.monotonic() - began_s
         except BaseException:
             with contextlib.suppress(OSError):
@@ -220,7 +220,7 @@ class Stager:
             pfs_batch.set_leftovers(self._db, stuck)
         return stuck
 
-    def _persist(self, plan: BatchPlan, puts: list[PfsAction]) -> None:
+    def _persist(self, plan: BatchPlan) -> None:
         """Persist all temporary files. Refuses one that does not have its size on the PFS (F3)."""
         try:
             pfs_sync.persist_files([fd for fd, _, _ in self._open])
@@ -229,52 +229,48 @@ class Stager:
                 if found != size:
                     raise OSError(errno.EIO, f"the PFS holds {found} of {size} bytes", os.fsdecode(action.location.name))
         except OSError as failure:
+            puts = [*plan.puts.values()]
             if len(puts) > 1:
-                self._deferred.fence_seq = puts[len(puts) // 2].key // KEYS_PER_ROW
+                self._deferred.fence_seq = puts[len(puts) // 2].action.key // KEYS_PER_ROW
                 raise Busy(str(failure)) from failure  # The PFS may have room for half of them.
             self._refuse(plan, puts[0], failure)
 
-    def _refuse(self, plan: BatchPlan, action: PfsAction, failure: OSError) -> NoReturn:
+    def _refuse(self, plan: BatchPlan, refused: PlannedFile, failure: OSError) -> NoReturn:
         """Defer a file if the error is its own, so that others proceed. Raises Busy then, and else OSError."""
-        if not self._defer(plan, action, failure):
-            raise OSError(failure.errno, failure.strerror, action.location.text) from failure
+        if not self._defer(refused, failure):
+            raise OSError(failure.errno, failure.strerror, refused.action.location.text) from failure
         with contextlib.suppress(Busy):
-            self._defer_next(plan, action)
-        raise Busy(f"{action.location.text} is deferred") from failure
+            # The files after it are tried up to the first that is not refused: no plan for each.
+            for planned in [one for one in plan.puts.values() if one.action.key > refused.action.key]:
+                try:
+                    self._stage_one(planned)
+                    break
+                except DirectoryMissing:
+                    break
+                except OSError as next_failure:
+                    if not self._defer(planned, next_failure):
+                        break
+        raise Busy(f"{refused.action.location.text} is deferred") from failure
 
-    def _defer_next(self, plan: BatchPlan, refused: PfsAction) -> None:
-        """Defer the files after a refused one up to the first that is not refused: no plan for each."""
-        for action in [one for one in plan.batch.actions if one.key in plan.puts and one.key > refused.key]:
-            try:
-                self._stage_one(action, plan.puts[action.key])
-            except DirectoryMissing:
-                return
-            except OSError as failure:
-                if self._defer(plan, action, failure):
-                    continue
-            return
-
-    def _defer(self, plan: BatchPlan, action: PfsAction, failure: OSError) -> bool:
+    def _defer(self, planned: PlannedFile, failure: OSError) -> bool:
         """Defer a file that could not be made. Return False if the error concerns more than this file."""
-        content = plan.puts[action.key].content
-        kind, size = (RefusedKind.NAMES, 0) if content is None else (RefusedKind.BYTES, content.size)
-        return self._deferred.defer(action, kind, failure, size)
+        kind, size = (RefusedKind.NAMES, 0) if planned.content is None else (RefusedKind.BYTES, planned.content.size)
+        return self._deferred.defer(planned.action, kind, failure, size)
 
     # --- one temporary file -------------------------------------------------------------------------------------------
 
-    def _stage_or_refuse(self, plan: BatchPlan, action: PfsAction) -> Staged:
+    def _stage_or_refuse(self, plan: BatchPlan, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
-        planned = plan.puts[action.key]
         content, began_s = planned.content, time.monotonic()
         try:
-            staged = self._stage_one(action, planned)
+            staged = self._stage_one(planned)
         except DirectoryMissing:
             raise
         except OSError as failure:
-            self._deferred.fence_seq = action.key // KEYS_PER_ROW
-            if plan.batch.actions[0] is not action:
+            self._deferred.fence_seq = planned.action.key // KEYS_PER_ROW
+            if plan.batch.actions[0] is not planned.action:
                 raise Busy(str(failure)) from failure  # The rows before this one are written back without it.
-            self._refuse(plan, action, failure)
+            self._refuse(plan, planned, failure)
         if content is not None:
             duration_s = time.monotonic() - began_s
             step_durations.record(step_durations.WRITE_BACK, duration_s, content.size)
@@ -282,21 +278,21 @@ class Stager:
                 self._pacing.record_duration(content.id, duration_s)
         return staged
 
-    def _stage_one(self, action: PfsAction, planned: PlannedFile) -> Staged:
+    def _stage_one(self, planned: PlannedFile) -> Staged:
         """Make one temporary file. Raises Busy if it must be planned again, and OSError."""
-        self._path = action.location.text
-        wanted, xattrs = pfs_state.find_attributes(self._db, planned.inode) or (_build_gone_directory(planned), {})
+        action, self._path = planned.action, planned.action.location.text
+        wanted, xattrs = pfs_state.find_attributes(self._db, action.inode) or (_build_gone_directory(planned), {})
 
         def make() -> Staged:
             directory = self._tree.get_directory(action.location.path)
             left = find_stat(directory, action.temporary)
-            resumed_fd = None if left is None else self._open_resumable(directory, left, action, planned, wanted)
+            resumed_fd = None if left is None else self._open_resumable(directory, left, planned, wanted)
             there = find_stat(directory, action.location.name) if planned.can_merge else None
             if there is not None and stat.S_ISDIR(there.st_mode):
                 return Staged(Fingerprint(there.st_ino), is_merged=True)
             try:
                 if stat.S_ISREG(wanted.mode):
-                    return self._stage_file(directory, action, planned, wanted, xattrs, resumed_fd)
+                    return self._stage_file(directory, planned, wanted, xattrs, resumed_fd)
                 return self._stage_special(directory, action.temporary, wanted, xattrs)
             except BaseException:
                 with contextlib.suppress(OSError):
@@ -307,19 +303,20 @@ class Stager:
             make, lambda: [(wanted.uid, wanted.gid), pfs_ownership.get_owner(self._tree.get_directory(action.location.path))]
         )
 
-    def _open_resumable(self, directory: int, there: os.stat_result, action: PfsAction, planned: PlannedFile, wanted: Inode) -> int | None:
+    def _open_resumable(self, directory: int, there: os.stat_result, planned: PlannedFile, wanted: Inode) -> int | None:
         """Open a large temporary file that an interrupted batch left. Remove any other, and return None."""
         # Another owner's process may still have the file open for writing.
         owners = {os.geteuid(), wanted.uid, os.fstat(directory).st_uid}
         is_ours = stat.S_ISREG(there.st_mode) and not there.st_mode & 0o7022 and there.st_nlink == 1 and there.st_uid in owners
         if is_ours and planned.content is not None and there.st_size >= limits.BLOCK_BYTES:
-            return disk.open_file("write_back:resume", action.temporary, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
-        remove_temporary(self._tree, action.location, action.temporary)
+            return disk.open_file("write_back:resume", planned.action.temporary, os.O_RDWR | os.O_NOFOLLOW, dir_fd=directory)
+        remove_temporary(self._tree, planned.action.location, planned.action.temporary)
         return None
 
     def _stage_file(
-        self, directory: int, action: PfsAction, planned: PlannedFile, wanted: Inode, xattrs: dict[bytes, bytes], resumed_fd: int | None
+        self, directory: int, planned: PlannedFile, wanted: Inode, xattrs: dict[bytes, bytes], resumed_fd: int | None
     ) -> Staged:
+        action = planned.action
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         fd = disk.open_file("write_back:create", action.temporary, flags, 0o600, dir_fd=directory) if resumed_fd is None else resumed_fd
         try:
@@ -336,7 +333,7 @@ class Stager:
         generation = wanted.generation if planned.content is None else planned.content.generation
         complete = planned.kind is not SourceKind.STABLE
         fingerprint = Fingerprint(found.st_ino, size, found.st_mtime_ns)
-        published = PublishedRow(planned.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks, action.key)
+        published = PublishedRow(action.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks, action.key)
         return Staged(fingerprint, published)
 
     def _stage_special(self, directory: int, name: bytes, wanted: Inode, xattrs: dict[bytes, bytes]) -> Staged:
@@ -514,7 +511,7 @@ def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
     batch, restamped = plan.batch, set(plan.batch.inodes_with_set_attributes)
     made = {-key: one.fingerprint for key, one in staged.items()}
     # A file that this batch makes and whose times it sets later is recognised by its st_ino alone.
-    replaced = {-key: Fingerprint(made[-key].ino) if plan.puts[key].inode in restamped else made[-key] for key in staged}
+    replaced = {-key: Fingerprint(made[-key].ino) if plan.puts[key].action.inode in restamped else made[-key] for key in staged}
     batch.actions = [
         replace(
             one,
@@ -525,7 +522,7 @@ def finish_batch(plan: BatchPlan, staged: dict[int, Staged]) -> PfsBatch:
     ]
     batch.name_changes = [replace(one, fingerprint=made.get(one.fingerprint.ino, one.fingerprint)) for one in batch.name_changes]
     batch.published_rows += [one.published for one in staged.values() if one.published is not None]
-    batch.merged_directories = [plan.puts[key].inode for key, one in staged.items() if one.is_merged]
+    batch.merged_directories = [plan.puts[key].action.inode for key, one in staged.items() if one.is_merged]
     return batch
 
 
@@ -539,7 +536,7 @@ def _build_gone_directory(planned: PlannedFile) -> Inode:
     """Return a directory that is gone from the catalog, with the journal's mode. Raises Busy for others."""
     if not stat.S_ISDIR(planned.mode):
         raise Busy("the inode is gone")
-    return Inode(planned.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
+    return Inode(planned.action.inode, planned.mode, os.geteuid(), os.getegid(), 0, 0, 0, 0, 0, 0, None, None, 0, 0, True)
 
 
 def _check_owner(made: os.stat_result) -> None:
