@@ -46,9 +46,8 @@ class PfsAction:
 
     @property
     def target(self) -> PfsLocation:
-        """Return `new_location`, which acts with two names have."""
-        assert self.new_location is not None
-        return self.new_location
+        """Return where the subject appears: `new_location`, or `location` of an act with one name."""
+        return self.new_location or self.location
 
 
 @dataclass(slots=True)

@@ -389,8 +389,8 @@ def _build_step(db: Database, batch: PfsBatch, change: ExpectedEntry) -> list[An
 
 def _list_temporaries(batch: PfsBatch, key: SharedKey) -> list[str]:
     """Return the temporary names for this name. Once they are removed, no late rename can land."""
-    targets = [(action, action.new_location or action.location) for action in batch.actions if action.act in {"put", "link", "move"}]
-    return [action.temporary.decode("latin-1") for action, to in targets if (to.parent, to.name) == (key.number, key.name)]
+    made = [action for action in batch.actions if action.act in {"put", "link", "move"}]
+    return [action.temporary.decode("latin-1") for action in made if action.target.pfs_name == (key.number, key.name)]
 
 
 def resume_intents(db: Database, store: Transactions, batch: PfsBatch, instance: str) -> bool:

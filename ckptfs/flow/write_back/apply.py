@@ -146,7 +146,7 @@ class Applier:
         temporary = find_stat(directory, action.temporary)
         if temporary is None:
             return
-        self._preserve_external(action.location, action.fingerprint, action.replaced_fingerprint)
+        self._preserve_external(action)
         try:
             self._rename("write_back:put", action.location, action.temporary, action.location)
         except OSError as failure:
@@ -156,14 +156,14 @@ class Applier:
             if there is not None and stat.S_ISDIR(there.st_mode) and stat.S_ISDIR(temporary.st_mode):
                 self._remove("write_back:rmdir", action.location, action.temporary, temporary)
                 return
-            self._free_name(action, action.location)
+            self._free_name(action)
             self._rename("write_back:put", action.location, action.temporary, action.location)
 
     def _link(self, action: PfsAction) -> None:
         source, target = self._stat(action.location), self._stat(action.target)
         if not self._matches(source, action.fingerprint) or (target is not None and source is not None and target.st_ino == source.st_ino):
             return
-        self._preserve_external(action.target, action.fingerprint, action.replaced_fingerprint)
+        self._preserve_external(action)
         failure = self._link_aside(action)
         if failure is not None:
             if self.is_history_link(action, failure) or source is None or not stat.S_ISREG(source.st_mode):
@@ -205,9 +205,10 @@ class Applier:
             self._copied_inodes[source.st_ino] = target.st_ino
             self._take_name(action, source)  # The former mover died after the copy.
             return
-        if self._shows_later_change(target, action.replaced_fingerprint):
-            return
-        self._preserve_external(action.target, action.fingerprint, action.replaced_fingerprint)
+        is_replaced = action.replaced_fingerprint is not None and self._matches(target, action.replaced_fingerprint)
+        if target is not None and target.st_ino in self._batch_inodes and not is_replaced:
+            return  # A later change of this batch was done under this name: then this one was, too.
+        self._preserve_external(action)
         try:
             self._rename_entry(action, source)
         except OSError as failure:
@@ -216,7 +217,7 @@ class Applier:
                 return
             if failure.errno not in _NAME_TAKEN_ERRNOS:
                 raise
-            self._free_name(action, action.target)
+            self._free_name(action)
             self._rename_entry(action, source)
         if stat.S_ISDIR(source.st_mode):
             self._tree.clear_cache()
@@ -433,20 +434,20 @@ class Applier:
 
     # --- names in the way ---------------------------------------------------------------------------------------------
 
-    def _preserve_external(self, location: PfsLocation, own: Fingerprint, expected: Fingerprint | None) -> None:
+    def _preserve_external(self, action: PfsAction) -> None:
         """Keep an external file or change under a conflict name before it is replaced."""
-        there = self._stat(location)
-        if there is None or stat.S_ISDIR(there.st_mode) or self._matches(there, own):
+        there, expected = self._stat(action.target), action.replaced_fingerprint
+        if there is None or stat.S_ISDIR(there.st_mode) or self._matches(there, action.fingerprint):
             return  # Also what a batch that was cut off made of the same bytes.
         if expected is not None and self._matches(there, expected):
             if _is_externally_changed(there, expected):
-                self._keep_as_conflict(location, there)
+                self._keep_as_conflict(action.target, there)
         elif there.st_ino not in self._batch_inodes:
-            self._keep_as_conflict(location, there)
+            self._keep_as_conflict(action.target, there)
 
-    def _free_name(self, action: PfsAction, location: PfsLocation) -> None:
+    def _free_name(self, action: PfsAction) -> None:
         """Free a name that the rename does not replace. Remove our own file there: the mount deleted it."""
-        there, expected = self._stat(location), action.replaced_fingerprint
+        location, there, expected = action.target, self._stat(action.target), action.replaced_fingerprint
         if there is None:
             return
         is_ours = expected is not None and self._matches(there, expected) and not stat.S_ISDIR(there.st_mode)
@@ -475,10 +476,6 @@ class Applier:
                 break
         log.warning("%s: changed externally on the PFS; that version is kept there as %s", location.text, os.fsdecode(conflict_name))
         self._change("write_back:conflict", directory, location.name, _link_or_rename, directory, location.name, conflict_name, there)
-
-    def _shows_later_change(self, target: os.stat_result | None, expected: Fingerprint | None) -> bool:
-        """Return True if a later change of this batch was done under this name: then this one was, too."""
-        return target is not None and target.st_ino in self._batch_inodes and not (expected is not None and self._matches(target, expected))
 
     def _matches(self, found: os.stat_result | None, fingerprint: Fingerprint) -> bool:
         """Return True if `found` is the inode of `fingerprint`, or an unknown one of equal size and mtime."""

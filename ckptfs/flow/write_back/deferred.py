@@ -93,25 +93,6 @@ class _DeferredFile:
     lacks_room: bool
 
 
-def _concerns_part(tree: PfsTree, path: DirectoryPath, failure: OSError) -> bool:
-    """Return True if an error in a directory says nothing about the whole PFS.
-
-    It concerns one entry, a filesystem that is mounted inside, or a directory with a quota.
-    """
-    if isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS:
-        return True
-    try:
-        directory, root = tree.get_directory(path), tree.get_directory(())
-        found, whole = os.fstatvfs(directory), os.fstatvfs(root)
-        is_mounted = os.fstat(directory).st_dev != os.fstat(root).st_dev
-    except OSError:
-        return False
-    if failure.errno == errno.ENOSPC and found.f_blocks != whole.f_blocks:
-        return True  # XFS and ext4 report the quota of a project as the size of its directory.
-    # Subvolumes have devices of their own, but the same figures.
-    return is_mounted and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
-
-
 class DeferredFiles:
     """What the PFS refuses, by inode. Up to row `after_seq` the journal holds only rows of such inodes."""
 
@@ -160,14 +141,14 @@ class DeferredFiles:
 
         `size`: the bytes of the file.
         """
-        key, location = (action.inode, kind), action.new_location or action.location
         is_known_full = self.skips_bytes and failure.errno == errno.ENOSPC
-        is_own = is_known_full or _concerns_part(self._tree, location.path, failure)
-        if not is_own and not self._is_stubborn(key, failure, size):
+        is_own = is_known_full or self._concerns_entry(action.target.path, failure)
+        if not is_own and not self._is_stubborn((action.inode, kind), failure, size):
             return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed) and not self._takes_a_file():
             return False
-        self.set_aside(action.inode, kind, location, f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}", failure)
+        what = f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}"
+        self.set_aside(action.inode, kind, action.target, what, failure)
         return True
 
     def set_aside(self, inode: int, kind: RefusedKind, location: PfsLocation, what: str, failure: OSError) -> None:
@@ -188,9 +169,24 @@ class DeferredFiles:
             return False
         return self._takes_a_file(size if failure.errno == errno.ENOSPC else 0)
 
+    def _concerns_entry(self, path: DirectoryPath, failure: OSError) -> bool:
+        """Return True if an error concerns one entry, a mount inside of the PFS, or a directory with a quota."""
+        if isinstance(failure, SourceFailed) or failure.errno not in health.PFS_FAILURE_ERRNOS:
+            return True
+        try:
+            directory, root = self._tree.get_directory(path), self._tree.get_directory(())
+            found, whole = os.fstatvfs(directory), os.fstatvfs(root)
+            is_mounted = os.fstat(directory).st_dev != os.fstat(root).st_dev
+        except OSError:
+            return False
+        if failure.errno == errno.ENOSPC and found.f_blocks != whole.f_blocks:
+            return True  # XFS and ext4 report the quota of a project as the size of its directory.
+        # Subvolumes have devices of their own, but the same figures.
+        return is_mounted and (found.f_blocks, found.f_bfree) != (whole.f_blocks, whole.f_bfree)
+
     def concerns_part(self, path: DirectoryPath, failure: OSError) -> bool:
         """Return True if an error in a directory says nothing about the whole PFS: it takes another file."""
-        return _concerns_part(self._tree, path, failure) or self._takes_a_file()
+        return self._concerns_entry(path, failure) or self._takes_a_file()
 
     def _takes_a_file(self, size: int = 0) -> bool:
         """Return True if the PFS takes another file, and says that it has room for `size` bytes."""
