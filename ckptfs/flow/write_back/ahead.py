@@ -70,8 +70,7 @@ class _Chooser:
             for name in row.names:
                 self._inodes_of[name].add(row.inode)
                 if row.op in {"rename", "exchange"}:
-                    shown = view.get_entry(*name)
-                    self._moved |= {row.inode} if shown is None else {row.inode, shown.inode}
+                    self._moved |= {row.inode, view.get_shown(*name)}
 
     def list_seqs(self, group: Iterable[int]) -> list[int]:
         """Return the rows that go ahead for a group, in order; none if it has to wait for its turn."""

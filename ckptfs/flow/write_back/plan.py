@@ -106,10 +106,10 @@ class Planner:
 
     def _list_refuges(self, name: PfsName, inode: int = NO_INODE) -> list[PfsName]:
         """Return the names in the history to which a file may move before its last name goes."""
-        shown = self.view.get_entry(*name)
-        if shown is None or shown.inode == inode or any(other != name for other in self.view.list_shown_names(shown.inode)):
+        shown = self.view.get_shown(*name)
+        if shown in {NO_INODE, inode} or any(other != name for other in self.view.list_shown_names(shown)):
             return []
-        return [other for other in self.view.list_pending_names(shown.inode) if other != name and self._facts.is_in_history(other[0])]
+        return [other for other in self.view.list_pending_names(shown) if other != name and self._facts.is_in_history(other[0])]
 
     def _find_refuge(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
         """Return the name in the history to which a file moves before `name` goes; None if none is needed."""
@@ -151,14 +151,10 @@ class Planner:
 
         It is stranded, has no place in the history yet, or is a directory with entries.
         """
-        shown = self.view.get_entry(*name)
-        if shown is None or shown.inode == inode:
+        shown = self.view.get_shown(*name)
+        if shown in {NO_INODE, inode}:
             return False
-        return (
-            self.view.is_stranded(shown.inode)
-            or self._lacks_refuge(name, inode)
-            or (inode != NO_INODE and self.view.has_entries(shown.inode))
-        )
+        return self.view.is_stranded(shown) or self._lacks_refuge(name, inode) or (inode != NO_INODE and self.view.has_entries(shown))
 
     def _is_refused(self, name: PfsName, inode: int = NO_INODE) -> bool:
         """Return True if a name cannot show `inode`, or nothing, for now; it may become pending."""
@@ -166,12 +162,10 @@ class Planner:
 
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
         """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
-        shown = self.view.get_entry(*name)
         self.view.set_pending(*name, inode)
-        if inode != NO_INODE:
-            self._settle_later(inode, row)
-        elif shown is not None:
-            self._settle_later(shown.inode, row)
+        subject = inode or self.view.get_shown(*name)
+        if subject != NO_INODE:
+            self._settle_later(subject, row)
 
     def _keep(self, row: JournalRow) -> bool:
         """Leave a row in the journal, because the PFS refuses its change; those behind it are planned."""
@@ -279,8 +273,7 @@ class Planner:
         (name,) = row.names
         has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
-        shown = self.view.get_entry(*name)
-        if shown is not None and (has_pending or shown.inode == row.inode):
+        if self.view.get_shown(*name) == row.inode or (has_pending and self.view.get_entry(*name) is not None):
             self._remove_shown(row, name, "unlink" if has_pending else row.op)
         return True
 
@@ -296,8 +289,7 @@ class Planner:
 
     def _rename(self, row: JournalRow) -> bool:
         name, new = row.names
-        shown = self.view.get_entry(*name)
-        if shown is None or shown.inode != row.inode or self.view.get_pending(*name) is not None:
+        if not self.view.shows(name, row.inode) or self.view.get_pending(*name) is not None:
             self._rename_pending(row, name, new)
             return True
         is_directory = stat.S_ISDIR(row.mode)
@@ -340,7 +332,7 @@ class Planner:
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
         one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
         if self._is_exchange_refused(name, new):
-            wanted, other_wanted = _get_wanted(one, one_pending), _get_wanted(other, other_pending)
+            wanted, other_wanted = self.view.get_wanted(*name), self.view.get_wanted(*new)
             self._set_wanted(name, other_wanted, row)
             self._set_wanted(new, wanted, row)
             self.plan.moved_pending.update({wanted, other_wanted} - {NO_INODE})
@@ -579,12 +571,6 @@ def _can_be_made(row: JournalRow, inode: Inode | None) -> bool:
     if inode is None or inode.nlink == 0:
         return False
     return not stat.S_ISREG(inode.mode) or inode.content is None
-
-
-def _get_wanted(shown: PfsEntry | None, pending: int | None) -> int:
-    if pending is not None:
-        return pending
-    return NO_INODE if shown is None else shown.inode
 
 
 def _is_on_pfs(published: PublishedRow, content: Content) -> bool:

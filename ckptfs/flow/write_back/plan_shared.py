@@ -22,7 +22,7 @@ from ckptfs.catalog import identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW
-from ckptfs.catalog.pfs_state import PfsName, PfsView
+from ckptfs.catalog.pfs_state import NO_INODE, PfsName, PfsView
 from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_intent_inodes
 from ckptfs.flow.write_back.plan import Planner
@@ -92,11 +92,11 @@ class SharedPlanner(Planner):
 
     def _forget_pending(self, row: JournalRow, name: PfsName) -> None:
         """Drop a pending name that another node has already shown, or that the inode no longer has."""
-        inode, shown = self.view.get_pending(*name), self.view.get_entry(*name)
+        inode = self.view.get_pending(*name)
         if inode is None:
             return
         is_due = inode == row.inode or self._is_kept(replace(row, inode=inode), name)
-        if (shown is not None and shown.inode == inode) or not is_due:
+        if self.view.shows(name, inode) or not is_due:
             self.view.delete_pending(*name)
 
     def _remove_gone(self, row: JournalRow, name: PfsName) -> bool:
@@ -104,12 +104,12 @@ class SharedPlanner(Planner):
 
         A name that the row itself has is not left to another node, for that one may leave it to this row.
         """
-        shown = self.view.get_entry(*name)
-        if shown is None or self._snapshot.get_child(name) is not None or self._has_later_row(shown.inode, row.seq):
+        shown = self.view.get_shown(*name)
+        if not shown or self._snapshot.get_child(name) is not None or self._has_later_row(shown, row.seq):
             return True
-        if name not in row.names and (self._snapshot.is_alive(shown.inode) or self._snapshot.is_named_elsewhere(shown.inode, name)):
+        if name not in row.names and (self._snapshot.is_alive(shown) or self._snapshot.is_named_elsewhere(shown, name)):
             return True
-        return self._align(shown.inode, name)
+        return self._align(shown, name)
 
     # --- rows by operation --------------------------------------------------------------------------------------------
 
@@ -126,14 +126,14 @@ class SharedPlanner(Planner):
 
     def _shared_remove(self, row: JournalRow) -> bool:
         (name,) = row.names
-        shown = self.view.get_entry(*name)
-        if self._snapshot.get_child(name) == (row.inode if shown is None else shown.inode) and not self._is_named_later(row, name):
+        shown = self.view.get_shown(*name)
+        if self._snapshot.get_child(name) == (shown or row.inode) and not self._is_named_later(row, name):
             self.view.delete_pending(*name)
             return True
-        is_to_stay = shown is not None and (shown.inode != row.inode or self.view.list_names(row.inode) == [name])
-        if shown is not None and is_to_stay and self._snapshot.is_alive(shown.inode):
+        is_to_stay = shown != row.inode or self.view.list_names(row.inode) == [name]
+        if shown and is_to_stay and self._snapshot.is_alive(shown):
             self.view.delete_pending(*name)
-            return self._align(shown.inode)
+            return self._align(shown)
         return self._empty_directory(row.inode) and self._remove(row) if row.op == "rmdir" else self._remove(row)
 
     def _shared_rename(self, row: JournalRow) -> bool:
@@ -163,10 +163,10 @@ class SharedPlanner(Planner):
         other = self._snapshot.get_child(name)
         if self.view.shows(new, row.inode) and not self.view.shows(name, row.inode):
             return other is None or self._align(other)
-        shown = self.view.get_entry(*new)
+        shown = self.view.get_shown(*new)
         is_kept = self._is_kept(row, new) and self.view.shows(name, row.inode)
         is_possible = is_kept and not self._is_one_in_other(name, new)
-        if shown is not None and is_possible and self._is_kept(replace(row, inode=shown.inode), name):
+        if shown and is_possible and self._is_kept(replace(row, inode=shown), name):
             return self._exchange(row)
         return all(self._align(inode) for inode in (row.inode, other) if inode is not None)
 
@@ -287,25 +287,22 @@ class SharedPlanner(Planner):
 
     def _vacate(self, name: PfsName, inode: int) -> bool:
         """Free a name for `inode`: who lives moves to its own name, who is deleted goes unless replaced."""
-        shown = self.view.get_entry(*name)
+        shown = self.view.get_shown(*name)
         if self._is_changing(name):
             return self._wait()
-        if shown is None or shown.inode == inode or name in self._snapshot.list_names(shown.inode):
+        if shown in {NO_INODE, inode} or name in self._snapshot.list_names(shown):
             return True
-        if not self._snapshot.is_alive(shown.inode):
-            for pending in self.view.list_pending_names(shown.inode):  # A deleted file gets no name any more.
+        if not self._snapshot.is_alive(shown):
+            for pending in self.view.list_pending_names(shown):  # A deleted file gets no name any more.
                 self.view.delete_pending(*pending)
-            kinds = self._is_directory(shown.inode), self._is_directory(inode)
-            if kinds == (False, False) or (kinds == (True, True) and not self._snapshot.list_pfs_names_in(shown.inode)):
+            kinds = self._is_directory(shown), self._is_directory(inode)
+            if kinds == (False, False) or (kinds == (True, True) and not self._snapshot.list_pfs_names_in(shown)):
                 return True
-        if shown.inode in self._aligning:
-            return self._park(shown.inode, name, name[0])  # The names are exchanged in a ring.
-        if not self._align(shown.inode, name):
+        if shown in self._aligning:
+            return self._park(shown, name, name[0])  # The names are exchanged in a ring.
+        if not self._align(shown, name):
             return False
-        now = self.view.get_entry(*name)
-        if now is not None and now.inode == shown.inode:
-            return self._wait()
-        return True
+        return not self.view.shows(name, shown) or self._wait()
 
     def _empty_directory(self, directory: int) -> bool:
         """Move the entries of a directory that is to be removed; they need a batch of their own."""
@@ -313,9 +310,8 @@ class SharedPlanner(Planner):
         for name in self._snapshot.list_pfs_names_in(directory):
             if self._is_changing(name):
                 return self._wait()
-            shown = self.view.get_entry(*name)
-            if shown is not None:
-                remaining.append((shown.inode, name))
+            if shown := self.view.get_shown(*name):
+                remaining.append((shown, name))
         if remaining and not any(action.location.parent == directory for action in self.batch.actions):
             for inode, name in remaining:
                 if inode in self._aligning:  # It takes the name of the directory, which has to go first.
@@ -347,11 +343,11 @@ class SharedPlanner(Planner):
 
         A file of another node that is there by now may be newer (P6). The PFS then goes on with what the name holds in the end.
         """
-        child, shown = self._snapshot.get_child(name), self.view.get_entry(*name)
-        if child == row.inode or shown is None:
+        child, shown = self._snapshot.get_child(name), self.view.get_shown(*name)
+        if child == row.inode or not shown:
             return self._is_kept(row, name)
-        is_of_same_node = identity.get_origin_node(shown.inode) == identity.get_origin_node(row.inode)
-        return is_of_same_node and shown.inode != child and self._is_kept(row, name)
+        is_of_same_node = identity.get_origin_node(shown) == identity.get_origin_node(row.inode)
+        return is_of_same_node and shown != child and self._is_kept(row, name)
 
     def _is_kept(self, row: JournalRow, name: PfsName) -> bool:
         """Return True if the inode of a row has a name now, or has it until a later row."""
@@ -362,10 +358,10 @@ class SharedPlanner(Planner):
 
         Raises SetAside if that node is dead, and the PFS does not show what it has done.
         """
-        shown, intent = self.view.get_entry(*name), self._snapshot.get_intent(name)
+        shown, intent = self.view.get_shown(*name), self._snapshot.get_intent(name)
         inodes = set() if intent is None else list_intent_inodes(SharedKey(PFS_NAME, *name), intent)
-        if shown is not None and self._snapshot.has_intent(shown.inode):
-            inodes.add(shown.inode)
+        if shown and self._snapshot.has_intent(shown):
+            inodes.add(shown)
         if any(map(self._facts.has_refused_names, inodes)):
             raise SetAside(self._key // KEYS_PER_ROW)
         return bool(inodes)
