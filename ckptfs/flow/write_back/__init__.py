@@ -73,7 +73,7 @@ class WriteBack:
         self._deferred = DeferredFiles(partial(summary.set_trouble, db), self._tree, f".ckptfs.{self._instance}.0".encode())
         self._ahead = RowsAhead(db)
         self._facts = Facts(db, self._pacing, self._deferred)
-        self._stager = Stager(db, tiers, self._tree, self._facts, self._deferred, self._pacing)
+        self._stager = Stager(db, tiers, self._tree, self._facts)
         self._is_waiting = False
         self._require_lease: Callable[[], None] | None = None
         self._has_met_pfs = False
@@ -287,12 +287,10 @@ class WriteBack:
 
     def _handle_missing(self, missing: DirectoryMissing) -> bool:
         """Make a directory again that is needed but was removed on the PFS, with everything in it."""
-        if missing.names == self._missing_directory:
+        inode = pfs_state.find_inode(self._db, missing.names)
+        if missing.names == self._missing_directory or inode is None or inode == ROOT:
             raise build_unavailable_error(missing, str(missing.filename)) from missing
         self._missing_directory = missing.names
-        inode = pfs_state.find_inode(self._db, missing.names)
-        if inode is None or inode == ROOT:
-            raise build_unavailable_error(missing, str(missing.filename)) from missing
         log.warning("%s: directory gone from the PFS; it is made again with everything in it", missing.filename)
         with self._db.transaction():
             if not journal.insert_rows_for_tree(self._db, inode):

@@ -63,6 +63,8 @@ class Facts:
 
     def __init__(self, db: Database, pacing: CopyPacing, deferred: DeferredFiles) -> None:
         self._db = db
+        self.pacing = pacing
+        self.deferred = deferred
         self.is_pfs_full = deferred.is_pfs_full
         self.has_refused_bytes = partial(deferred.is_refused, RefusedKind.BYTES)
         self.has_refused_names = partial(deferred.is_refused, RefusedKind.NAMES)

@@ -27,7 +27,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, CkptfsError
-from ckptfs.flow.write_back.deferred import CopyPacing, DeferredFiles, RefusedKind, SourceFailed
+from ckptfs.flow.write_back.deferred import RefusedKind, SourceFailed
 from ckptfs.flow.write_back.plan_facts import BatchPlan, Facts, PlannedFile, SourceKind
 from ckptfs.model import Content, ContentState, Inode, PublishedRow, Tier
 from ckptfs.tiers import local_copies, pfs_ownership, pfs_sync, pfs_tree, reflink, transfer
@@ -128,13 +128,12 @@ class PfsBlocks:
 class Stager:
     """Makes the temporary files of one plan after the other."""
 
-    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, facts: Facts, deferred: DeferredFiles, pacing: CopyPacing) -> None:
+    def __init__(self, db: Database, tiers: Tiers, tree: PfsTree, facts: Facts) -> None:
         """`facts` gets what the next plan must know about a file that was not made."""
         self._db = db
         self._tiers = tiers
         self._facts = facts
-        self._deferred = deferred
-        self._pacing = pacing
+        self._deferred = facts.deferred
         self._tree = tree
         self.blocks = PfsBlocks(db, tree.root)
         self._path = ""
@@ -275,7 +274,7 @@ class Stager:
             duration_s = time.monotonic() - began_s
             step_durations.record(step_durations.WRITE_BACK, duration_s, content.size)
             if planned.kind is SourceKind.STABLE:
-                self._pacing.record_duration(content.id, duration_s)
+                self._facts.pacing.record_duration(content.id, duration_s)
         return staged
 
     def _stage_one(self, planned: PlannedFile) -> Staged:
