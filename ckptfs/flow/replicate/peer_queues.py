@@ -46,6 +46,8 @@ class _PeerQueue:
         self.may_have_more = False
         """The queue was so long that the catalog may have more."""
         self.sending: dict[int, int] = {}
+        self.contents: set[int] = set()
+        """All that waits or is being sent."""
         self.threads = 0
 
 
@@ -57,7 +59,6 @@ class PeerQueues:
         self._on_batch_end = on_batch_end
         self._lock = threading.Lock()
         self._queues: dict[int, _PeerQueue] = {}
-        self._in_flight: dict[int, set[int]] = {}
         self._is_closed = False
 
     def put(self, node: Node, content: Content, tier: Tier) -> bool:
@@ -65,11 +66,11 @@ class PeerQueues:
         with self._lock:
             queue = self._queues.setdefault(node.number, _PeerQueue(node))
             queue.node = node
-            if self._is_closed or node.number in self._in_flight.get(content.id, ()) or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
+            if self._is_closed or content.id in queue.contents or len(queue.waiting) >= limits.PEER_QUEUE_MAX:
                 return False
             queue.waiting.append((content, tier))
             queue.may_have_more |= len(queue.waiting) > limits.PEER_QUEUE_MAX // 4
-            self._in_flight.setdefault(content.id, set()).add(node.number)
+            queue.contents.add(content.id)
             if queue.threads < limits.PEER_SENDS_MAX and queue.threads < len(queue.waiting) + len(queue.sending):
                 queue.threads += 1
                 threading.Thread(target=self._run, args=(queue,), name=f"replicate {node.name}", daemon=True).start()
@@ -79,14 +80,13 @@ class PeerQueues:
         """Drop the jobs that wait, so that they can be queued in another order. What is being sent goes on."""
         with self._lock:
             for queue in self._queues.values():
-                for content, _ in queue.waiting:
-                    self._forget(queue, content)
+                queue.contents = set(queue.sending)
                 queue.waiting.clear()
 
     def list_nodes_for(self, content: int) -> set[int]:
         """Return the peers for which a content is queued or being sent."""
         with self._lock:
-            return set(self._in_flight.get(content, ()))
+            return {number for number, queue in self._queues.items() if content in queue.contents}
 
     def take_refill_request(self, node: Node) -> bool:
         """Return True, once, if the queue of a peer is short and the catalog may have more."""
@@ -125,20 +125,11 @@ class PeerQueues:
                 first = jobs[0][0].id
                 log.exception("node %s: sending %d contents from %d on failed unexpectedly", queue.node.name, len(jobs), first)
             finally:
-                self._record_sent(queue, jobs)
+                with self._lock:
+                    for content, _ in jobs:
+                        queue.sending.pop(content.id, None)
+                        queue.contents.discard(content.id)
                 self._on_batch_end(queue.node, is_ok)
-
-    def _record_sent(self, queue: _PeerQueue, jobs: Sequence[Job]) -> None:
-        with self._lock:
-            for content, _ in jobs:
-                queue.sending.pop(content.id, None)
-                self._forget(queue, content)
-
-    def _forget(self, queue: _PeerQueue, content: Content) -> None:
-        nodes = self._in_flight.get(content.id, set())
-        nodes.discard(queue.node.number)
-        if not nodes:
-            self._in_flight.pop(content.id, None)
 
     def _take_next(self, queue: _PeerQueue) -> list[Job]:
         """Take the next content, or small ones together; none, which ends the thread, if nothing waits."""
