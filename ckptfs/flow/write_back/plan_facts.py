@@ -83,7 +83,7 @@ class Facts:
         self.unstable_contents: set[tuple[int, int]] = set()
         """(id, change) of those that kept changing while they were read as open files."""
         self.last_unsealed = (0, 0)
-        """(id, change) of the last one whose early copy was of no use."""
+        """(id, change) of the last one that was copied early: that is tried once."""
 
     def needs_no_copy(self, row: JournalRow, content: Content) -> bool:
         """Return True if a later row tells the same, or the content is too large to be sealed."""

@@ -381,17 +381,18 @@ class Stager:
 
     def _fill_early(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy while the seal lane reads, then wait for the seal; first, if blocks may be shared."""
+        self._facts.last_unsealed = (content.id, content.change)  # If this is of no use, the next plan waits for the seal.
         if self.blocks.has_any(fd, content.size):
             return self._fill_sealed(fd, self._wait_for_seal(content))
         tiers = list_good_tiers(self._db, content.id, self._tiers)
         if not tiers:
-            raise self._build_unsealed(content, "the content has no readable copy")
+            raise Busy("the content has no readable copy")
         try:
             copied = self._copy(fd, content, tiers[0])
         except SourceFailed as failure:
-            raise self._build_unsealed(content, str(failure)) from failure
+            raise Busy(str(failure)) from failure
         if self._wait_for_seal(content).digest != copied[1]:
-            raise self._build_unsealed(content, "the content was sealed with another digest")
+            raise Busy("the content was sealed with another digest")
         return copied
 
     def _wait_for_seal(self, content: Content) -> Content:
@@ -399,16 +400,11 @@ class Stager:
         deadline_s = time.monotonic() + limits.EARLY_SEAL_WAIT_S
         while (now := contents.get_content(self._db, content.id)) == content:
             if time.monotonic() > deadline_s:
-                raise self._build_unsealed(content, "the seal takes too long")
+                raise Busy("the seal takes too long")
             time.sleep(limits.EARLY_SEAL_POLL_S)
         if now is None or now.change != content.change or now.digest is None:
-            raise self._build_unsealed(content, "the content was deleted or opened for writing")
+            raise Busy("the content was deleted or opened for writing")
         return now
-
-    def _build_unsealed(self, content: Content, reason: str) -> Busy:
-        """Return the error of an early copy that was of no use: the next plan waits for the seal."""
-        self._facts.last_unsealed = (content.id, content.change)
-        return Busy(reason)
 
     def _copy(self, fd: int, content: Content, tier: Tier) -> transfer.ContentDigests:
         """Copy from one tier. Raises SourceFailed if that fails, Busy if the content changed, or OSError."""
@@ -454,23 +450,21 @@ class Stager:
             raise Busy("the content was opened for writing, or deleted before its seal")
 
     def _fill_stable(self, fd: int, content: Content) -> transfer.ContentDigests:
-        """Copy an open file in a state that it had between two equal readings."""
+        """Copy an open file in a state that it had between two equal readings. Raises Busy if there is none.
+
+        Then the file is left out until it changes or is closed.
+        """
         tiers = list_good_tiers(self._db, content.id, self._tiers)
-        if not tiers:
-            raise self._build_unstable(content, "the open file has no readable copy")
-        for _ in range(STABLE_ATTEMPTS):
+        for _ in range(STABLE_ATTEMPTS if tiers else 0):
             os.ftruncate(fd, 0)
             with self._opened(tiers[0], content) as source:
                 copied = transfer.copy(source, fd, label="write_back")
                 if transfer.read(source, label="write_back:check", at_most=copied[0]) == copied:
                     return copied
-        raise self._build_unstable(content, "the open file keeps changing")
-
-    def _build_unstable(self, content: Content, reason: str) -> Busy:
-        """Return the error of an open file that is left out until it changes or is closed."""
+        reason = "the open file keeps changing" if tiers else "the open file has no readable copy"
         log.info("%s: not written back yet: %s; the next fsync or the close tries again", self._path, reason)
         self._facts.unstable_contents.add((content.id, content.change))
-        return Busy(reason)
+        raise Busy(reason)
 
 
 def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
