@@ -106,7 +106,7 @@ class EarlyReplication:
         return is_sent and growing.sent_count < complete
 
     def _digest_complete(self, growing: _GrowingFile, fd: int, complete: int) -> None:
-        """Return the digests of a bounded number of complete blocks that were not read yet."""
+        """Digest a bounded number of complete blocks that were not read yet."""
         del growing.blocks[complete:]
         growing.sent_count = min(growing.sent_count, complete)
         for number in range(len(growing.blocks), min(complete, len(growing.blocks) + limits.EARLY_BLOCKS_MAX)):

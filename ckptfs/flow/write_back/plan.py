@@ -36,6 +36,7 @@ from ckptfs.model import ROOT, Content, ContentState, Inode, PublishedRow
 PUTS_MAX = 64
 ACTIONS_MAX = 256
 BATCH_BYTES_MAX = 64 * limits.MIB
+_REPLACING = {"put", "link", "move", "exchange"}
 
 
 class Planner:
@@ -51,7 +52,6 @@ class Planner:
         self.plan = BatchPlan(self.batch)
         self._facts = facts
         self._instance = instance
-        self._key = 0
         self._made_directories: set[int] = set()
         self._with_set_attributes: set[int] = set()
         self._rewritten: set[int] = set()
@@ -69,7 +69,7 @@ class Planner:
         is_full = self._is_full or len(self.batch.actions) >= self.actions_max or len(self.plan.puts) >= self.puts_max
         if is_full or self.plan.planned_bytes >= BATCH_BYTES_MAX or (self._made_directories and self._must_wait_for_refuge(row)):
             return False
-        self._key = self.view.key = row.seq * KEYS_PER_ROW
+        self.view.key = row.seq * KEYS_PER_ROW
         is_planned = self._plan_row(row)
         if is_planned:
             self.batch.last_seq = row.seq
@@ -185,19 +185,18 @@ class Planner:
         if (inode, row.seq) not in self.batch.settle_rows:
             self.batch.settle_rows.append((inode, row.seq))
 
-    def _append(
-        self, act: str, inode: int, name: PfsName, own: Fingerprint | None, new: PfsName | None = None, replaced: Fingerprint | None = None
-    ) -> PfsAction:
+    def _append(self, act: str, inode: int, name: PfsName, own: Fingerprint | None, new: PfsName | None = None) -> PfsAction:
         """Plan an action on a name, to `new` if it has two. `own`: its subject; None for what it makes."""
-        self._key = self.view.key = key = self._key + 1
+        self.view.key += 1
         assert all(self.view.has_directory(*one) for one in (name, new) if one is not None), "the path of an action is known"
-        at, to, temporary = self.view.get_location(*name), new and self.view.get_location(*new), f".ckptfs.{self._instance}.{key:x}"
-        action = PfsAction(act, key, inode, at, own or Fingerprint(-key), to, replaced, temporary.encode())
+        key, at, to = self.view.key, self.view.get_location(*name), new and self.view.get_location(*new)
+        replaced = self._find_fingerprint(new or name) if act in _REPLACING else None
+        action = PfsAction(act, key, inode, at, own or Fingerprint(-key), to, replaced, f".ckptfs.{self._instance}.{key:x}".encode())
         self.batch.actions.append(action)
         return action
 
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
-        action = self._append("put", inode, name, None, replaced=self._find_fingerprint(name))
+        action = self._append("put", inode, name, None)
         # If the name is known as another inode's, that one is ours, and this batch removes it first.
         can_merge = stat.S_ISDIR(mode) and self.view.get_former(*name)[0] in (None, inode)
         self.plan.puts[action.key] = PlannedFile(action, kind, content, mode, can_merge)
@@ -211,24 +210,24 @@ class Planner:
     def _plan_link(self, inode: int, source: PfsName, target: PfsName) -> None:
         """Plan that `target` names the same inode as `source`."""
         fingerprint = self._get_shown(source).fingerprint
-        self._append("link", inode, source, fingerprint, target, self._find_fingerprint(target))
+        self._append("link", inode, source, fingerprint, target)
         self.view.delete_pending(*target)
         self.view.set_entry(*target, PfsEntry(inode, fingerprint))
 
     def _plan_move(self, name: PfsName, new: PfsName) -> None:
         shown = self._get_shown(name)
-        self._append("move", shown.inode, name, self._find_fingerprint(name) or shown.fingerprint, new, self._find_fingerprint(new))
+        self._append("move", shown.inode, name, self._find_fingerprint(name), new)
         self.view.delete_entry(*name)
         self.view.set_entry(*new, shown)
 
     def _plan_exchange(self, name: PfsName, new: PfsName) -> None:
         one, other = self._get_shown(name), self._get_shown(new)
-        self._append("exchange", one.inode, name, one.fingerprint, new, other.fingerprint)
+        self._append("exchange", one.inode, name, one.fingerprint, new)
         self.view.set_entry(*name, other)
         self.view.set_entry(*new, one)
 
     def _plan_removal(self, name: PfsName, act: str = "unlink") -> None:
-        self._append(act, self._get_shown(name).inode, name, self._find_fingerprint(name) or Fingerprint())
+        self._append(act, self._get_shown(name).inode, name, self._find_fingerprint(name))
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
@@ -436,7 +435,7 @@ class Planner:
             if published.generation != content.generation:
                 if not self._facts.has_refused_attributes(row.inode):
                     self._plan_attributes(row.inode, first)
-                self.batch.published_rows.append(replace(published, generation=content.generation, key=self._key, is_checked=False))
+                self.batch.published_rows.append(replace(published, generation=content.generation, key=self.view.key, is_checked=False))
         elif kind is not SourceKind.SEALED or shown or not self._adopt_entry(row, content, first):
             if self._facts.has_refused_bytes(row.inode) or (len(shown) > 1 and self._facts.has_refused_names(row.inode)):
                 self._keep(row)
@@ -475,7 +474,7 @@ class Planner:
         self.view.delete_pending(*name)
         self.view.set_entry(*name, PfsEntry(row.inode, shown.fingerprint))
         self.batch.published_rows.append(
-            replace(published, inode=row.inode, generation=content.generation, key=self._key, is_checked=False)
+            replace(published, inode=row.inode, generation=content.generation, key=self.view.key, is_checked=False)
         )
         self._plan_attributes(row.inode, name)  # Those of the application's file may have been set since.
         return True

@@ -212,7 +212,7 @@ class SharedPlanner(Planner):
         A deleted inode loses the name `freed` only.
         """
         if self._facts.has_refused_names(inode):
-            raise SetAside(self._key // KEYS_PER_ROW)
+            raise SetAside(self.view.key // KEYS_PER_ROW)
         self._snapshot.require_loaded(inode)
         if inode in self._aligning or self._snapshot.has_intent(inode):
             return self._wait()
@@ -363,7 +363,7 @@ class SharedPlanner(Planner):
         if shown and self._snapshot.has_intent(shown):
             inodes.add(shown)
         if any(map(self._facts.has_refused_names, inodes)):
-            raise SetAside(self._key // KEYS_PER_ROW)
+            raise SetAside(self.view.key // KEYS_PER_ROW)
         return bool(inodes)
 
     def _is_one_in_other(self, *names: PfsName) -> bool:
