@@ -83,8 +83,7 @@ class Applier:
             if fingerprint is not None and fingerprint.ino
         }
         self._final_inodes = {show.location.pfs_name: show.inode for show in batch.expected_entries}
-        links = [(action.key, action.new_location) for action in batch.actions if action.act == "link"]
-        self._history_links = {key for key, new in links if new is not None and inodes.is_history(db, new.parent)}
+        self._history_links = {one.key for one in batch.actions if one.act == "link" and inodes.is_history(db, one.target.parent)}
         self._copied_inodes: dict[int, int] = {}
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
@@ -110,9 +109,8 @@ class Applier:
                     raise
                 # The directory was removed externally, or by this batch in an earlier attempt.
                 continue
-            for location in (action.location, action.new_location):
-                if location is not None and action.act != "attributes":
-                    self._directories[location.path] = None
+            if action.act != "attributes":
+                self._directories |= dict.fromkeys((action.location.path, action.target.path))
         self.current_action = None
         self._sync_directories()
         observed: ObservedNames = {}

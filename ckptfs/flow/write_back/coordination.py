@@ -252,7 +252,7 @@ class ClusterWriteBack(WriteBack):
         """
         self._take_lease()
         actions = [*batch.actions, *batch.abandoned]
-        locations = [location for action in actions for location in (action.location, action.new_location) if location is not None]
+        locations = [location for action in actions for location in (action.location, action.target)]
         directories = {location.parent for location in [*locations, *(show.location for show in batch.expected_entries)]}
         self._load([], directories, directories)
         batch = _relocate_batch(PfsView(self._db), batch)
