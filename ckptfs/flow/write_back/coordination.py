@@ -11,7 +11,7 @@ import logging
 import os
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
 
@@ -231,19 +231,13 @@ class ClusterWriteBack(WriteBack):
 
     def _announce(self, batch: PfsBatch) -> None:
         """Publish the intents of a batch. Raises Busy if it must be planned again, or StoreUnreachable."""
-        with self._discarded_if_busy(batch):
+        try:
             if batch.expected_entries or batch.published_rows:
                 pfs_coordination.publish_intents(self._db, self._store, self._snapshot, batch, self._instance)
-            disk.reach("write_back:intent_announced")
-
-    @contextlib.contextmanager
-    def _discarded_if_busy(self, batch: PfsBatch) -> Iterator[None]:
-        """Discard a staged batch if other nodes have moved on, so that it is planned again."""
-        try:
-            yield
         except Busy:
             self._stager.discard(batch)
             raise
+        disk.reach("write_back:intent_announced")
 
     def _finish_previous(self, is_ready: bool, batch: PfsBatch) -> bool:
         """Apply an interrupted batch, or discard it if the other nodes do not expect it of this one any more.
@@ -263,15 +257,17 @@ class ClusterWriteBack(WriteBack):
         return super()._finish_previous(is_ready, batch)
 
     def _record_done(self, batch: PfsBatch, found: ObservedNames) -> None:
-        """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable."""
-        with self._discarded_if_busy(batch):
-            changed = pfs_coordination.complete_intents(self._db, self._store, batch, found, self._snapshot)
-            disk.reach("write_back:intent_settled")
-            self._extra_inodes = set()
-            if changed:
-                with self._db.transaction():
-                    for inode in changed:
-                        journal.append(self._db, "attributes", inode)
+        """Publish that the PFS shows the batch. Raises Busy if this node was declared dead, StoreUnreachable.
+
+        In both cases the next step finds out whether the batch still belongs to this node.
+        """
+        changed = pfs_coordination.complete_intents(self._db, self._store, batch, found, self._snapshot)
+        disk.reach("write_back:intent_settled")
+        self._extra_inodes = set()
+        if changed:
+            with self._db.transaction():
+                for inode in changed:
+                    journal.append(self._db, "attributes", inode)
 
     # --- the lease ----------------------------------------------------------------------------------------------------
 
