@@ -62,7 +62,6 @@ class ClusterWriteBack(WriteBack):
         self._snapshot = StoreSnapshot(db, self._store)
         self._fetch_requests: dict[int, int] = {}
         self._extra_inodes: set[int] = set()
-        self._lost_contents: set[int] = set()
         self._lease = 0
         self._waits = 0
         self._reintegrated_ns = key_state.get_reintegrated_ns(db)
@@ -162,9 +161,9 @@ class ClusterWriteBack(WriteBack):
 
     def _plan(self, rows: list[JournalRow]) -> BatchPlan:
         """Plan the next rows, without those that depend on what the PFS refuses."""
-        number, aside_seqs = self._cluster.node_number, set[int]()
+        aside_seqs = set[int]()
         while True:
-            planner = SharedPlanner(self._db, self._facts, self._instance, self._snapshot, number, self._lost_contents, aside_seqs)
+            planner = SharedPlanner(self._db, self._facts, self._instance, self._snapshot, aside_seqs)
             try:
                 with self._db.read_transaction():
                     plan = planner.plan_rows(rows, self._deferred.fence_seq)
@@ -180,7 +179,7 @@ class ClusterWriteBack(WriteBack):
         """Request the bytes of a file that a dead node wrote; without them it is not written back."""
         request = mover_requests.get(self._db, self._fetch_requests[inode]) if inode in self._fetch_requests else None
         if request is not None and request.state == mover_requests.FAILED:
-            self._lost_contents.add(copies.get_content_id(self._db, inode) or 0)
+            self._facts.lost_contents.add(copies.get_content_id(self._db, inode) or 0)
             path = os.fsdecode(namespace.get_path(self._db, inode))
             log.warning("%s: not written back: no live node has its content", path)
         elif request is None or request.state != mover_requests.OPEN:

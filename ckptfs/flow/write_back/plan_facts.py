@@ -82,6 +82,8 @@ class Facts:
         """Those that the PFS cannot hold, such as devices."""
         self.unstable_contents: set[tuple[int, int]] = set()
         """(id, change) of those that kept changing while they were read as open files."""
+        self.lost_contents: set[int] = set()
+        """Those that no node has."""
         self.last_unsealed = (0, 0)
         """(id, change) of the last one that was copied early: that is tried once."""
 

@@ -53,23 +53,13 @@ class SharedPlanner(Planner):
     actions_max = ACTIONS_MAX
     puts_max = PUTS_MAX
 
-    def __init__(
-        self,
-        db: Database,
-        facts: Facts,
-        instance: str,
-        snapshot: StoreSnapshot,
-        own_number: int,
-        lost: Container[int],
-        aside_seqs: Container[int],
-    ) -> None:
-        """`lost`: contents that no node has. `aside_seqs`: rows that wait for what the PFS refuses."""
+    def __init__(self, db: Database, facts: Facts, instance: str, snapshot: StoreSnapshot, aside_seqs: Container[int]) -> None:
+        """`aside_seqs`: rows that wait for what the PFS refuses."""
         super().__init__(PfsView(db), facts, instance)
         self._is_named_later, self._is_unlinked_later = partial(journal.is_named_later, db), partial(journal.is_unlinked_later, db)
         self._has_later_row, self._has_local_copy = partial(journal.has_later_row, db), partial(journal.has_local_copy, db)
         self._snapshot = snapshot
-        self._own_number = own_number
-        self._lost = lost
+        self._own_number = identity.get_node_number(db)
         self._aside_seqs = aside_seqs
         self._aligning: set[int] = set()
 
@@ -186,7 +176,7 @@ class SharedPlanner(Planner):
         if known is not None and known.is_remote and known.state is not ContentState.SEALED:
             return True  # A dead node had not sealed it, so no node has it.
         if known is not None and known.is_remote and not self._has_local_copy(content):
-            if content in self._lost:
+            if content in self._facts.lost_contents:
                 return True
             self.plan.missing_inode = row.inode
             return self._wait()
