@@ -104,7 +104,7 @@ class Fetch:
         since_s = time.monotonic() if attempt is None else attempt.since_s
         progress = FetchProgress(self._db, self._tiers, self._notify, request, since_s, self._list_in_hand)
         try:
-            self._answer(request, progress)
+            self._answer(progress)
         finally:
             with self._lock:
                 (self._inodes_at_pfs if progress.is_at_pfs else self._active_inodes).discard(request.inode)
@@ -154,17 +154,19 @@ class Fetch:
             progress.is_at_pfs = True
         self._defer(request, limits.FETCH_SHARED_POLL_S_MAX)
 
-    def _answer(self, request: mover_requests.MoverRequest, progress: FetchProgress) -> None:
+    def _answer(self, progress: FetchProgress) -> None:
+        request = progress.request
         state = copies.load_fetch_state(self._db, request.inode)
         try:
             result = self._fetch(state, progress)
         except OthersFirst as failure:
             log.debug("%s: waiting for other nodes: %s", "?" if state is None else state.path, failure)
-            self._retry_soon(request, progress)
+            mover_requests.record_progress(self._db, request.id)
+            self._defer(request, choose_pause_s(time.monotonic() - progress.since_s))  # This is not counted as a try.
         except PfsTaken:
             self._defer(request, limits.FETCH_SHARED_POLL_S_MAX, awaits_pfs=True)
         except (OSError, CkptfsError) as failure:
-            if not self._is_left_to_others(request, progress):
+            if not self._is_left_to_others(progress):
                 self._handle_failure(request, "?" if state is None else state.path, failure)
         except Exception:
             mover_requests.mark_failed(self._db, request.id, errno.EIO)
@@ -254,11 +256,11 @@ class Fetch:
 
     # --- after a failure -------------------------------------------------------------------------------------------------
 
-    def _is_left_to_others(self, request: mover_requests.MoverRequest, progress: FetchProgress) -> bool:
+    def _is_left_to_others(self, progress: FetchProgress) -> bool:
         """Return whether another step answers this request, or did, while this one was at the PFS."""
         with self._lock:
-            is_taken = progress.is_at_pfs and request.inode in self._active_inodes
-        row = mover_requests.get(self._db, request.id)
+            is_taken = progress.is_at_pfs and progress.request.inode in self._active_inodes
+        row = mover_requests.get(self._db, progress.request.id)
         return is_taken or (row is not None and row.state != mover_requests.OPEN)
 
     def _handle_failure(self, request: mover_requests.MoverRequest, path: str, failure: Exception) -> None:
@@ -302,11 +304,6 @@ class Fetch:
         if should_retry:
             mover_requests.record_progress(self._db, request.id)
         return should_retry
-
-    def _retry_soon(self, request: mover_requests.MoverRequest, progress: FetchProgress) -> None:
-        """Look again soon at a file that other nodes fetch. This is not counted as a try."""
-        mover_requests.record_progress(self._db, request.id)
-        self._defer(request, choose_pause_s(time.monotonic() - progress.since_s))
 
     def _defer(self, request: mover_requests.MoverRequest, pause_s: float, *, awaits_pfs: bool = False) -> None:
         now_s = time.monotonic()
