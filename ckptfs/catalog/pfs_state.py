@@ -177,23 +177,23 @@ class PfsView:
     def _list_catalogued(self, table: str, inode: int) -> list[PfsName]:
         return [(row[0], bytes(row[1])) for row in self._db.rows(f"SELECT parent, name FROM {table} WHERE inode = ? ORDER BY 1, 2", inode)]
 
-    def get_shown(self, parent: int, name: bytes) -> int:
+    def get_shown_inode(self, parent: int, name: bytes) -> int:
         """Return the inode that the PFS shows under a name, or `NO_INODE`."""
         shown = self.get_entry(parent, name)
         return NO_INODE if shown is None else shown.inode
 
-    def get_wanted(self, parent: int, name: bytes) -> int:
+    def get_wanted_inode(self, parent: int, name: bytes) -> int:
         """Return the inode that the PFS is to show under a name, or `NO_INODE`."""
         pending = self.get_pending(parent, name)
-        return self.get_shown(parent, name) if pending is None else pending
+        return self.get_shown_inode(parent, name) if pending is None else pending
 
     def is_stale(self, parent: int, name: bytes) -> bool:
         """Return True if the PFS shows an inode under a name that belongs to another one by now, or to none."""
-        return self.get_shown(parent, name) not in {NO_INODE, self.get_wanted(parent, name)}
+        return self.get_shown_inode(parent, name) not in {NO_INODE, self.get_wanted_inode(parent, name)}
 
     def shows(self, name: PfsName, inode: int) -> bool:
         """Return True if the PFS shows an inode under a name."""
-        return self.get_shown(*name) == inode
+        return self.get_shown_inode(*name) == inode
 
     def list_shown_names(self, inode: int) -> list[PfsName]:
         """Return the names under which the PFS shows an inode, and is to show it."""
@@ -263,7 +263,7 @@ class PfsView:
 
     def set_pending(self, parent: int, name: bytes, inode: int) -> None:
         """Plan that an inode or nothing is under a name later, unless the name shows it already."""
-        if inode == self.get_shown(parent, name):
+        if inode == self.get_shown_inode(parent, name):
             self.delete_pending(parent, name)
             return
         self.pending_entries[parent, name] = inode

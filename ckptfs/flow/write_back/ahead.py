@@ -70,7 +70,7 @@ class _Chooser:
             for name in row.names:
                 self._inodes_of[name].add(row.inode)
                 if row.op in {"rename", "exchange"}:
-                    self._moved |= {row.inode, view.get_shown(*name)}
+                    self._moved |= {row.inode, view.get_shown_inode(*name)}
 
     def list_seqs(self, group: Iterable[int]) -> list[int]:
         """Return the rows that go ahead for a group, in order; none if it has to wait for its turn."""

@@ -106,7 +106,7 @@ class Planner:
 
     def _list_refuges(self, name: PfsName, inode: int = NO_INODE) -> list[PfsName]:
         """Return the names in the history to which a file may move before its last name goes."""
-        shown = self.view.get_shown(*name)
+        shown = self.view.get_shown_inode(*name)
         if shown in {NO_INODE, inode} or any(other != name for other in self.view.list_shown_names(shown)):
             return []
         return [other for other in self.view.list_pending_names(shown) if other != name and self._facts.is_in_history(other[0])]
@@ -123,7 +123,7 @@ class Planner:
         refuges = self._list_refuges(name, inode)
         if not refuges or any(self.view.has_directory(*other) for other in refuges):
             return False
-        return self._facts.is_pfs_full() or self._facts.is_only_on_pfs(self._get_shown(name).inode)
+        return self._facts.is_pfs_full() or self._facts.is_only_on_pfs(self.view.get_shown_inode(*name))
 
     def _must_wait_for_refuge(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
@@ -141,7 +141,7 @@ class Planner:
             self._plan_move(name, refuge)
             self.view.delete_pending(*refuge)
         elif self._list_refuges(name, inode):
-            file = self._facts.get_inode(self._get_shown(name).inode)
+            file = self._facts.get_inode(self.view.get_shown_inode(*name))
             if file is not None and file.content is not None:
                 self._requeue(row, file.id, file.content)
         return refuge is not None
@@ -151,7 +151,7 @@ class Planner:
 
         It is stranded, has no place in the history yet, or is a directory with entries.
         """
-        shown = self.view.get_shown(*name)
+        shown = self.view.get_shown_inode(*name)
         if shown in {NO_INODE, inode}:
             return False
         return self.view.is_stranded(shown) or self._lacks_refuge(name, inode) or (inode != NO_INODE and self.view.has_entries(shown))
@@ -163,7 +163,7 @@ class Planner:
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
         """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
         self.view.set_pending(*name, inode)
-        subject = inode or self.view.get_shown(*name)
+        subject = inode or self.view.get_shown_inode(*name)
         if subject != NO_INODE:
             self._settle_later(subject, row)
 
@@ -227,7 +227,7 @@ class Planner:
         self.view.set_entry(*new, one)
 
     def _plan_removal(self, name: PfsName, act: str = "unlink") -> None:
-        self._append(act, self._get_shown(name).inode, name, self._find_fingerprint(name))
+        self._append(act, self.view.get_shown_inode(*name), name, self._find_fingerprint(name))
         self.view.delete_entry(*name)
 
     def _plan_attributes(self, inode: int, name: PfsName) -> None:
@@ -272,16 +272,16 @@ class Planner:
         (name,) = row.names
         has_pending = self.view.get_pending(*name) is not None
         self.view.delete_pending(*name)
-        if self.view.get_shown(*name) == row.inode or (has_pending and self.view.get_entry(*name) is not None):
+        if self.view.get_shown_inode(*name) == row.inode or (has_pending and self.view.get_entry(*name) is not None):
             self._remove_shown(row, name, "unlink" if has_pending else row.op)
         return True
 
     def _remove_shown(self, row: JournalRow, name: PfsName, act: str) -> None:
         """Plan that a name shows nothing, now or when the PFS allows it."""
-        shown = self._get_shown(name)
+        shown = self.view.get_shown_inode(*name)
         if not self.view.has_directory(*name):
             self.view.delete_entry(*name)
-        elif self._facts.has_refused_names(shown.inode) or self._is_guarded(name) or self.view.has_entries(shown.inode):
+        elif self._facts.has_refused_names(shown) or self._is_guarded(name) or self.view.has_entries(shown):
             self._set_wanted(name, NO_INODE, row)
         elif not self._move_to_refuge(row, name):
             self._plan_removal(name, "remove" if stat.S_ISDIR(self.view.get_former(*name)[1]) and act == "unlink" else act)
@@ -331,7 +331,7 @@ class Planner:
         one, other = self.view.get_entry(*name), self.view.get_entry(*new)
         one_pending, other_pending = self.view.get_pending(*name), self.view.get_pending(*new)
         if self._is_exchange_refused(name, new):
-            wanted, other_wanted = self.view.get_wanted(*name), self.view.get_wanted(*new)
+            wanted, other_wanted = self.view.get_wanted_inode(*name), self.view.get_wanted_inode(*new)
             self._set_wanted(name, other_wanted, row)
             self._set_wanted(new, wanted, row)
             self.plan.moved_pending.update({wanted, other_wanted} - {NO_INODE})

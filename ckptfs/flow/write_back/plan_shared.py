@@ -94,7 +94,7 @@ class SharedPlanner(Planner):
 
         A name that the row itself has is not left to another node, for that one may leave it to this row.
         """
-        shown = self.view.get_shown(*name)
+        shown = self.view.get_shown_inode(*name)
         if not shown or self._snapshot.get_child(name) is not None or self._has_later_row(shown, row.seq):
             return True
         if name not in row.names and (self._snapshot.is_alive(shown) or self._snapshot.is_named_elsewhere(shown, name)):
@@ -116,7 +116,7 @@ class SharedPlanner(Planner):
 
     def _shared_remove(self, row: JournalRow) -> bool:
         (name,) = row.names
-        shown = self.view.get_shown(*name)
+        shown = self.view.get_shown_inode(*name)
         if self._snapshot.get_child(name) == (shown or row.inode) and not self._is_named_later(row, name):
             self.view.delete_pending(*name)
             return True
@@ -153,7 +153,7 @@ class SharedPlanner(Planner):
         other = self._snapshot.get_child(name)
         if self.view.shows(new, row.inode) and not self.view.shows(name, row.inode):
             return other is None or self._align(other)
-        shown = self.view.get_shown(*new)
+        shown = self.view.get_shown_inode(*new)
         is_kept = self._is_kept(row, new) and self.view.shows(name, row.inode)
         is_possible = is_kept and not self._is_one_in_other(name, new)
         if shown and is_possible and self._is_kept(replace(row, inode=shown), name):
@@ -277,7 +277,7 @@ class SharedPlanner(Planner):
 
     def _vacate(self, name: PfsName, inode: int) -> bool:
         """Free a name for `inode`: who lives moves to its own name, who is deleted goes unless replaced."""
-        shown = self.view.get_shown(*name)
+        shown = self.view.get_shown_inode(*name)
         if self._is_changing(name):
             return self._wait()
         if shown in {NO_INODE, inode} or name in self._snapshot.list_names(shown):
@@ -300,7 +300,7 @@ class SharedPlanner(Planner):
         for name in self._snapshot.list_pfs_names_in(directory):
             if self._is_changing(name):
                 return self._wait()
-            if shown := self.view.get_shown(*name):
+            if shown := self.view.get_shown_inode(*name):
                 remaining.append((shown, name))
         if remaining and not any(action.location.parent == directory for action in self.batch.actions):
             for inode, name in remaining:
@@ -333,7 +333,7 @@ class SharedPlanner(Planner):
 
         A file of another node that is there by now may be newer (P6). The PFS then goes on with what the name holds in the end.
         """
-        child, shown = self._snapshot.get_child(name), self.view.get_shown(*name)
+        child, shown = self._snapshot.get_child(name), self.view.get_shown_inode(*name)
         if child == row.inode or not shown:
             return self._is_kept(row, name)
         is_of_same_node = identity.get_origin_node(shown) == identity.get_origin_node(row.inode)
@@ -348,7 +348,7 @@ class SharedPlanner(Planner):
 
         Raises SetAside if that node is dead, and the PFS does not show what it has done.
         """
-        shown, intent = self.view.get_shown(*name), self._snapshot.get_intent(name)
+        shown, intent = self.view.get_shown_inode(*name), self._snapshot.get_intent(name)
         inodes = set() if intent is None else list_intent_inodes(SharedKey(PFS_NAME, *name), intent)
         if shown and self._snapshot.has_intent(shown):
             inodes.add(shown)
