@@ -143,8 +143,10 @@ class FetchMap:
 
     def close(self) -> None:
         """Close the map for new readers. The mover calls this before the target may be removed."""
+        is_published = self.is_published
         self._memory[_CLOSED_OFFSET] = 1
-        self._path.unlink(missing_ok=True)
+        if is_published:  # Otherwise the name is that of a later map.
+            self._path.unlink(missing_ok=True)
 
 
 def _get_path(ram: Path, content: int) -> Path:

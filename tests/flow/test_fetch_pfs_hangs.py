@@ -16,10 +16,13 @@ from ckptfs import disk, limits
 from ckptfs.catalog import mover_requests
 from ckptfs.coherence import pfs_coordination
 from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.fetch.fetch_progress import FetchProgress
 from ckptfs.model import ROOT, CopyState, Tier
+from ckptfs.tiers.fetch_map import FetchMap
 
 HANGS, FAILS = "pfs:open=hang@*", "pfs:open=EIO@*"
 DATA = b"data" * 1000
+LARGE = os.urandom(limits.BLOCK_BYTES) + DATA
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +53,11 @@ def lanes(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetch]:
         assert all(lane.result(60) is None for lane in running)
 
 
-def written(cluster: LocalCluster, name: bytes, reader: Node) -> int:
+def written(cluster: LocalCluster, name: bytes, reader: Node, data: bytes = DATA) -> int:
     """A file of node 1 that the reader finds on the PFS as well; its content."""
-    content = cluster.nodes[0].written(name, DATA)
+    content = cluster.nodes[0].written(name, data)
     path = reader.root / "pfs" / os.fsdecode(name)
-    path.write_bytes(DATA)
+    path.write_bytes(data)
     reader.publish(content)
     inode, found = reader.inode(content), path.stat()
     reader.db.run("UPDATE pfs_file SET mtime_ns = ?, pfs_inode = ? WHERE inode = ?", found.st_mtime_ns, found.st_ino, inode)
@@ -100,9 +103,56 @@ def test_a_node_that_returns_serves_a_file_whose_read_of_the_pfs_hangs(tmp_path:
         until(lambda: is_done(two, reading))
         file = two.path(content).stat().st_ino
         inject_fault(monkeypatch, then)
-        until(lambda: not flow._inodes_at_pfs)
+        until(lambda: not flow._steps_at_pfs)
     assert two.data(content) == DATA and two.path(content).stat().st_ino == file
     assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and is_done(two, reading)
+
+
+@pytest.mark.parametrize("then", ["", "fetch:read=EIO@*"])
+@pytest.mark.parametrize(("data", "hanging_at"), [(DATA, 1), (LARGE, 2)])
+def test_a_node_takes_over_what_hangs_in_the_middle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, hanging_at: int, then: str
+) -> None:
+    """The blocks that came are kept. The read that comes back late changes nothing, and readers have left its map."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = written(cluster, b"file", two, data)
+    two.db.run("UPDATE content SET blocks = ? WHERE id = ?", one.row(content).block_digests, content)
+    one.kill()
+    inject_fault(monkeypatch, f"fetch:read=hang@{hanging_at}")
+    sent: list[str] = []
+    two.peers.fault = lambda act, what: sent.append(what) if act == "fetch block" else None
+    with lanes(two, monkeypatch) as flow:
+        reading = request(two, content)
+        until(lambda: disk._calls["fetch:read"] == hanging_at)
+        arriving = FetchMap.find(two.tiers[Tier.RAM].root, content)
+        one.revive()
+        until(lambda: is_done(two, reading))
+        file = two.path(content).stat().st_ino
+        assert flow._steps_at_pfs and (arriving is None if data is DATA else arriving is not None and arriving.is_closed)
+        inject_fault(monkeypatch, then)
+        until(lambda: not flow._steps_at_pfs)
+    assert two.data(content) == data and two.path(content).stat().st_ino == file and len(sent) == 1
+    assert two.copies(content) == {Tier.RAM: CopyState.GOOD} and is_done(two, reading)
+
+
+def test_a_slow_read_of_the_pfs_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = written(cluster, b"file", two)
+    one.kill()
+    looks: list[bool] = []
+    monkeypatch.setattr(FetchProgress, "has_stalled", lambda _: bool(looks.append(True)))
+    inject_fault(monkeypatch, "fetch:read=hang@1")
+    sent: list[str] = []
+    two.peers.fault = lambda act, what: sent.append(what) if act == "fetch block" else None
+    with lanes(two, monkeypatch):
+        reading = request(two, content)
+        until(lambda: disk._calls["fetch:read"] == 1)
+        one.revive()
+        looks.clear()
+        until(lambda: len(looks) > 2)
+        inject_fault(monkeypatch, "")
+        until(lambda: is_done(two, reading))
+    assert two.data(content) == DATA and not sent
 
 
 @pytest.mark.parametrize("then", ["", FAILS])
@@ -124,7 +174,7 @@ def test_the_pfs_answers_while_a_node_sends(tmp_path: Path, monkeypatch: pytest.
         one.revive()
         assert begun.wait(60)
         inject_fault(monkeypatch, then)
-        until(lambda: not flow._inodes_at_pfs)
+        until(lambda: not flow._steps_at_pfs)
         assert not is_done(two, reading)
         ended.set()
         until(lambda: is_done(two, reading))

@@ -12,7 +12,7 @@ Invariants:
 - Bytes whose digest differs from the recorded one are never served (P4, P7).
 - Several steps may run at once, each in its own thread. A file that one of them fetches is left alone by the others.
 - The PFS may hang (P1). At most FETCHES_PFS_MAX steps are at the PFS, so that others remain for the nodes. A file that a step fetches from
-  the PFS is still asked for at the nodes, every FETCH_SHARED_POLL_S_MAX.
+  the PFS is still asked for at the nodes, every FETCH_SHARED_POLL_S_MAX. If nothing comes from the PFS, the copy is taken over.
 """
 
 import errno
@@ -36,7 +36,7 @@ from ckptfs.flow.fetch.fetch_progress import FetchProgress, OthersFirst, choose_
 from ckptfs.flow.fetch.from_peers import NoCopyLeft, PeerFetcher, is_denial
 from ckptfs.flow.fetch.from_pfs import PfsFetcher, is_shown_by_pfs
 from ckptfs.flow.fetch.retry_policy import RetryPolicy, SalvageWait
-from ckptfs.model import ContentState, CopyState, Notifier, Tier
+from ckptfs.model import ContentState, Notifier, Tier
 from ckptfs.tiers import fetch_map, health
 from ckptfs.tiers.storage import Tiers
 
@@ -84,7 +84,7 @@ class Fetch:
         self._excluded = (Tier.PFS,) if config.is_read_only else ()
         self._lock = threading.Lock()
         self._active_inodes: set[int] = set()
-        self._inodes_at_pfs: set[int] = set()
+        self._steps_at_pfs: dict[int, FetchProgress] = {}
         self._attempts: dict[int, Attempt] = {}
 
     def prepare(self) -> None:
@@ -107,7 +107,10 @@ class Fetch:
             self._answer(progress)
         finally:
             with self._lock:
-                (self._inodes_at_pfs if progress.is_at_pfs else self._active_inodes).discard(request.inode)
+                if progress.is_at_pfs:
+                    del self._steps_at_pfs[request.inode]
+                else:
+                    self._active_inodes.discard(request.inode)
         return True
 
     def next_due_s(self) -> float | None:
@@ -135,11 +138,11 @@ class Fetch:
     def _list_in_hand(self) -> set[int]:
         """Return the inodes of all steps."""
         with self._lock:
-            return self._active_inodes | self._inodes_at_pfs
+            return self._active_inodes | self._steps_at_pfs.keys()
 
     def _has_place_at_pfs(self, inode: int) -> bool:
         """Return whether a step may go to the PFS with a file. The caller holds the lock."""
-        return inode not in self._inodes_at_pfs and len(self._inodes_at_pfs) < limits.FETCHES_PFS_MAX
+        return inode not in self._steps_at_pfs and len(self._steps_at_pfs) < limits.FETCHES_PFS_MAX
 
     def _go_to_pfs(self, progress: FetchProgress) -> None:
         """Take a place at the PFS until the end of the step; others may ask nodes. Raises PfsTaken."""
@@ -149,7 +152,7 @@ class Fetch:
         with self._lock:
             if not self._has_place_at_pfs(request.inode):
                 raise PfsTaken("other fetches are at the PFS")
-            self._inodes_at_pfs.add(request.inode)
+            self._steps_at_pfs[request.inode] = progress
             self._active_inodes.discard(request.inode)
             progress.is_at_pfs = True
         self._defer(request, limits.FETCH_SHARED_POLL_S_MAX)
@@ -186,15 +189,15 @@ class Fetch:
     def _fetch(self, state: FetchState | None, progress: FetchProgress) -> str:
         """Fetch a file; return the result of its request. Raises Busy to try again."""
         with self._lock:
-            is_at_pfs = progress.request.inode in self._inodes_at_pfs
-        if is_at_pfs and state is not None and any(copy.state is CopyState.FILLING for copy in state.copies):
+            at_pfs = self._steps_at_pfs.get(progress.request.inode)
+        if at_pfs is not None and at_pfs.filling is not None and not at_pfs.has_stalled():
             raise PfsTaken("the file comes from the PFS just now")
         if self._peers is not None and state is not None and not state.has_local_copy:
             state = self._peers.refresh(state, progress)
         if state is None:
             raise posix_error(errno.ESTALE)
         sources = _choose_sources(state, [] if self._peers is None else self._peers.list_sources(state))
-        if sources is None or self._fetch_from_peers(state, sources, progress):
+        if sources is None or self._fetch_from_peers(state, sources, progress, at_pfs):
             return mover_requests.FETCHED
         assert state.published is not None
         if state.published.size > limits.FILE_BYTES_MAX:
@@ -205,7 +208,7 @@ class Fetch:
             progress.sources = "the PFS"
             return self._pfs.fetch(state, tier, progress)
 
-    def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress) -> bool:
+    def _fetch_from_peers(self, state: FetchState, sources: Sources, progress: FetchProgress, at_pfs: FetchProgress | None) -> bool:
         """Fetch from other nodes. False: the PFS may have it. Raises Busy, or OthersFirst for now."""
         if self._peers is None or state.content is None or not sources.nodes:
             return False
@@ -217,7 +220,7 @@ class Fetch:
         try:
             with self._retry_elsewhere(tier):
                 progress.sources = ", ".join(node.name for node in sources.nodes)
-                self._peers.fetch(state, sources.nodes, tier, progress)
+                self._peers.fetch(state, sources.nodes, tier, progress, at_pfs)
         except PeerFailed as failure:
             if isinstance(failure, PeerBusy) and progress.can_wait(state.content.size):
                 raise OthersFirst(str(failure)) from failure

@@ -47,6 +47,8 @@ class FetchProgress:
         """From where the present attempt fetches, for messages."""
         self.is_at_pfs = False
         """Whether the step has a place at the PFS."""
+        self.filling: tuple[int, Tier] | None = None
+        """The FILLING copy (content, tier) of a read of the PFS, unless another step has taken it. Changes in transactions."""
         self.since_s = since_s
         self._db = db
         self._tiers = tiers
@@ -55,7 +57,8 @@ class FetchProgress:
         self.is_copy_required = request.argument == mover_requests.NEEDS_COPY
         """Whether the PFS's own file will not do."""
         self._list_in_hand = list_in_hand
-        self._reported_s = time.monotonic()
+        self._reported_s = self._moved_s = time.monotonic()
+        self._fetch_map: FetchMap | None = None
         self._lock = threading.Lock()
 
     def extend_wait(self) -> None:
@@ -63,7 +66,8 @@ class FetchProgress:
 
         Those whose files wait for a lane are told, too.
         """
-        if time.monotonic() - self._reported_s < limits.REQUEST_POLL_S or not self._lock.acquire(blocking=False):
+        self._moved_s = time.monotonic()
+        if self._moved_s - self._reported_s < limits.REQUEST_POLL_S or not self._lock.acquire(blocking=False):
             return
         try:
             self._reported_s = time.monotonic()
@@ -72,6 +76,16 @@ class FetchProgress:
         finally:
             self._lock.release()
 
+    def has_stalled(self) -> bool:
+        """Return whether nothing has come for FETCH_SHARED_POLL_S_MAX."""
+        return time.monotonic() - self._moved_s > limits.FETCH_SHARED_POLL_S_MAX
+
+    def give_up_copy(self) -> None:
+        """Leave the FILLING copy to another step, in whose transaction this is called; readers turn to it."""
+        self.filling = None
+        if self._fetch_map is not None:
+            self._fetch_map.close()
+
     def can_wait(self, size: int) -> bool:
         """Return whether other nodes may fetch a file of this size first, for a while."""
         return time.monotonic() - self.since_s < limits.FETCH_SHARED_WAIT_S + size / limits.FETCH_SHARED_BYTES_PER_S
@@ -79,7 +93,8 @@ class FetchProgress:
     @contextmanager
     def publish_map(self, content: Content, tier: Tier, target_fd: int, missing_blocks: Collection[int]) -> Iterator["BlockProgress"]:
         """Let applications read the blocks of `target_fd`, a file under the content's name, as they arrive."""
-        blocks = BlockProgress(self, self._notify, self._publish(content, tier, target_fd, missing_blocks))
+        self._fetch_map = self._publish(content, tier, target_fd, missing_blocks)
+        blocks = BlockProgress(self, self._notify, self._fetch_map)
         try:
             if blocks.fetch_map is not None:
                 mover_requests.mark_readable(self._db, self.request.id)

@@ -175,14 +175,19 @@ class PeerFetcher:
         by_name = {node.name: node for node in nodes}
         return [by_name[node.name] for node in self._cluster.peers.rank(nodes)]
 
-    def fetch(self, state: FetchState, sources: Sequence[Node], tier: Tier, progress: FetchProgress) -> None:
-        """Make a good copy in `tier`. Raises PeerFailed, Busy if the content changed, OSError of the tier."""
+    def fetch(
+        self, state: FetchState, sources: Sequence[Node], tier: Tier, progress: FetchProgress, stalled: FetchProgress | None = None
+    ) -> None:
+        """Make a good copy in `tier`. Raises PeerFailed, Busy if the content changed, OSError of the tier.
+
+        `stalled`: the step that hangs at the PFS with this file. A copy that it fills in `tier` is given up.
+        """
         content, storage = state.content, self._tiers[tier]
         assert content is not None
         manifest, sources = self._load_manifest(content, sources, can_wait=progress.can_wait(content.size))
         stale_fd = self._open_former(state, storage)
         try:
-            stash_id = self._insert_copy(content, storage)
+            stash_id = self._insert_copy(content, storage, stalled)
             try:
                 disk.reach("fetch:peer:reserved")
                 if tier is Tier.PFS:
@@ -204,13 +209,16 @@ class PeerFetcher:
         if tier is not Tier.RAM:
             self._db.persist()
 
-    def _insert_copy(self, content: Content, storage: TierStorage) -> int | None:
+    def _insert_copy(self, content: Content, storage: TierStorage, stalled: FetchProgress | None) -> int | None:
         """Insert the FILLING row and unlink the older file. Return the id under which a stale one is stashed.
 
         The PFS may hang: there the file goes after the transaction, and peers send nothing that it could be mistaken for.
         """
         is_on_pfs = storage.tier is Tier.PFS
         with self._db.transaction():
+            if stalled is not None and stalled.filling == (content.id, storage.tier):
+                copies.delete_filling_copy(self._db, content.id, storage.tier)
+                stalled.give_up_copy()
             stash_id = None if is_on_pfs else local_copies.stash(self._db, storage, content.id)
             if not copies.insert_filling_copy(self._db, content, storage.tier):
                 raise Busy("the file changed while it was fetched")
@@ -220,8 +228,8 @@ class PeerFetcher:
         return stash_id
 
     def _open_former(self, state: FetchState, storage: TierStorage) -> int:
-        """Return a descriptor of a bad or former copy, whose good blocks can be reused; -1 without one."""
-        is_here = any(copy.tier is storage.tier and copy.state in (CopyState.STALE, CopyState.QUARANTINED) for copy in state.copies)
+        """Return a descriptor of a copy that does not count, and whose good blocks can be reused; or -1."""
+        is_here = any(copy.tier is storage.tier and copy.state is not CopyState.GOOD for copy in state.copies)
         assert state.content is not None
         found = [(state.content.id, storage.tier)] if is_here else []
         found += [(former, tier) for former, tier, _ in remote_contents.list_blocks_of_file(self._db, state.inode, 1)]

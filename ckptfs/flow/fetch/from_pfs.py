@@ -29,7 +29,7 @@ from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
 from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress, OthersFirst
 from ckptfs.model import Content, ContentState, Notifier, Tier
-from ckptfs.tiers import pfs_tree, transfer
+from ckptfs.tiers import local_copies, pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs.tiers.transfer import WriteBehind
 
@@ -100,18 +100,28 @@ class PfsFetcher:
             number = state.content.id
         else:
             raise Busy("the file changed while it was fetched")
+        progress.filling = number, storage.tier
         try:
             disk.reach("fetch:reserved")
             storage.remove(number)
             fetched = _copy_to_storage(state, storage, number, source, progress)
             self._verify(state, fetched.size, fetched.digest, source)
-            if not disk.act("fetch:arrived", copies.record_fetched, self._db, state, fetched):
+            if not disk.act("fetch:arrived", self._record, state, fetched, progress):
                 raise Busy("the file changed while it was fetched")
         except BaseException:
             with suppress(OSError, CkptfsError):
-                storage.remove(number)
-            copies.delete_filling_copy(self._db, number, storage.tier)
+                if storage.tier is Tier.PFS:
+                    storage.remove(number)
+            with self._db.transaction():
+                if progress.filling is not None:
+                    copies.delete_filling_copy(self._db, number, storage.tier)
+            with suppress(OSError, CkptfsError):
+                local_copies.remove_unrecorded(self._db, storage, number)
             raise
+
+    def _record(self, state: FetchState, fetched: FetchedContent, progress: FetchProgress) -> bool:
+        with self._db.transaction():
+            return progress.filling is not None and copies.record_fetched(self._db, state, fetched)
 
     def _verify(self, state: FetchState, size: int, found: bytes, source: int) -> None:
         """Raise DigestMismatch if the bytes differ from the known ones, Busy if the file changed."""
