@@ -159,10 +159,11 @@ ISLAND_KEEP_AFTER_S = 60.0
 ISLAND_LOOK_S = 10.0
 
 # --- fetch -----------------------------------------------------------------------------------------------------------
-# In a cluster more fetches run at once: a long one over a slow link must not delay small files. FETCHES_PFS_MAX may wait for the PFS.
+# In a cluster more fetches run at once: a long one must not delay small files. Of those at the PFS, up to FETCHES_HANGING_MAX may hang.
 FETCHES_MAX = 2
 FETCHES_SHARED_MAX = 8
 FETCHES_PFS_MAX = 6
+FETCHES_HANGING_MAX = 64
 FETCH_STALL_S = 60.0
 # Awaited blocks of one file that the mover handles in one pass.
 AWAITED_BLOCKS_MAX = 64

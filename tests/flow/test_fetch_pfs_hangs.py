@@ -90,6 +90,24 @@ def test_files_of_other_nodes_come_while_many_reads_of_the_pfs_hang(tmp_path: Pa
     assert all(three.data(content) == DATA for content in [*on_pfs, on_peer])
 
 
+def test_steps_that_hang_leave_their_places_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than there are places; each gets a lane in its place, and none while the PFS gets on."""
+    cluster, one, two = make_cluster(tmp_path, 2)
+    monkeypatch.setattr(limits, "FETCHES_PFS_MAX", 2)
+    monkeypatch.setattr(limits, "FETCHES_HANGING_MAX", 3)
+    on_pfs = [written(cluster, b"pfs%d" % number, two) for number in range(limits.FETCHES_SHARED_MAX)]
+    one.kill()
+    with lanes(two, monkeypatch) as flow:
+        assert flow.count_spare_lanes() == 0
+        reading = [request(two, content) for content in on_pfs]
+        until(lambda: flow.count_spare_lanes() == 3)
+        until(lambda: count_opens() == 5)
+        assert not any(is_done(two, one) for one in reading)
+        inject_fault(monkeypatch, "")
+        until(lambda: all(is_done(two, one) for one in reading))
+        assert flow.count_spare_lanes() == 0
+
+
 @pytest.mark.parametrize("then", ["", FAILS])
 def test_a_node_that_returns_serves_a_file_whose_read_of_the_pfs_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, then: str) -> None:
     """The read that comes back late, with the bytes or with an error, changes nothing."""

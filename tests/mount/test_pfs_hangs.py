@@ -60,6 +60,35 @@ def fill_ram(daemon: DaemonUnderTest) -> dict[str, int]:
     return descriptors
 
 
+def test_a_part_of_the_pfs_that_hangs_holds_up_its_own_files_only(make_daemon: Make, data_path: str, silent: SilentPfs) -> None:
+    """As an object server of Lustre does: there are more hanging files than lanes for fetches."""
+    names = [f"file{number}" for number in range(8)]
+    for name in names:
+        (silent.source / name).write_bytes(name.encode() * 1000)
+        silent.hang_reads(name)
+    silent.hang_reads(names[-1], end=True)
+    daemon = make_daemon(data_path, pfs=silent.path)
+    daemon.expect_warning("fetch|cannot be")
+    found: dict[str, bytes] = {}
+
+    def read(name: str) -> None:
+        found[name] = (daemon.path / name).read_bytes()
+
+    threads = [threading.Thread(target=read, args=(name,), daemon=True) for name in names]
+    for thread in threads[:-1]:
+        thread.start()
+    waiting = "SELECT count(*) FROM mover_request WHERE kind = 'fetch' AND state = 0"
+    eventually(lambda: daemon.catalog(waiting) == [(len(names) - 1,)], what="the files are asked for")
+    threads[-1].start()
+    eventually(lambda: names[-1] in found, what="a file that the PFS gives")
+    assert len(found) == 1
+    for name in names[:-1]:
+        silent.hang_reads(name, end=True)
+    for thread in threads:
+        thread.join(60)
+    assert found == {name: name.encode() * 1000 for name in names}
+
+
 @pytest.mark.parametrize(("how", "kill"), [("hang", False), ("swallow", True)])
 def test_everything_else_goes_on(make_daemon: Make, data_path: str, silent: SilentPfs, how: str, kill: bool) -> None:
     daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)

@@ -1,8 +1,9 @@
 """A filesystem that passes everything through to a directory, and stops answering when told: a PFS whose servers are gone.
 
 `SilentPfs` starts it as a process of its own. `hang()` leaves every request unread, `swallow()` reads requests and never answers them:
-their callers cannot even be killed then. `resume()` answers everything. Run as a program: SOURCE MOUNTPOINT READY_FD HIGHEST_BIT, which is
-added to the inode numbers: some parallel filesystems make them of hashes.
+their callers cannot even be killed then. `resume()` answers everything. `hang_reads(NAME)` hangs the reads of one file.
+
+Run as a program: SOURCE MOUNTPOINT READY_FD HIGHEST_BIT, which is added to the inode numbers: some filesystems make them of hashes.
 If we die here: `umount -l` of the mountpoint ends the process.
 """
 
@@ -26,7 +27,7 @@ class SilentPfs:
     """The process and its mount."""
 
     def __init__(self, root: Path, highest_bit: int = 0) -> None:
-        self.source, self.path = root / "behind", root / "pfs-mount"
+        self.source, self.path, self.hanging = root / "behind", root / "pfs-mount", root / "behind-hanging"
         for directory in (self.source, self.path):
             directory.mkdir(exist_ok=True)
         ready, child_end = os.pipe()
@@ -43,6 +44,11 @@ class SilentPfs:
     def swallow(self) -> None:
         """Read every request from now on, and answer none."""
         self.process.send_signal(signal.SIGUSR1)
+
+    def hang_reads(self, name: str, *, end: bool = False) -> None:
+        """Answer no read of this file from now on, or answer them again."""
+        self.hanging.mkdir(exist_ok=True)
+        (self.hanging / name).unlink() if end else (self.hanging / name).touch()
 
     def resume(self) -> None:
         """Answer what has come and what will come."""
@@ -178,6 +184,9 @@ def _serve(source: str, mountpoint: str, ready: int, highest_bit: int) -> None:
 
         @gated
         async def read(self, fh: int, offset: int, length: int) -> bytes:
+            name = os.path.basename(os.readlink(f"/proc/self/fd/{fh}"))
+            while os.path.exists(os.path.join(source + "-hanging", name)):
+                await trio.sleep(0.05)
             return os.pread(fh, length, offset)
 
         @gated

@@ -233,3 +233,29 @@ def test_a_lane_that_was_ended_runs_no_step_any_more(last: bool | Exception) -> 
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
     assert len(other.ran) > 10 and all(when - ended.ran[0] <= 1 for when in ended.ran)
+
+
+def test_a_step_that_hangs_gets_a_lane_in_its_place_until_it_goes_on() -> None:
+    """A spare lane that failed stays until it can say that all is well."""
+    flow = Steps(False, False, TierUnavailable("gone"), due_s=1.0)
+    hanging = [0]
+    flow.count_spare_lanes = lambda: hanging[0]  # type: ignore[attr-defined]
+    told: Told = []
+
+    async def main() -> None:
+        every = Lanes([])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(every.relieve, flow, lambda number: Lane(f"spare {number}", flow, lambda *told_: told.append(told_)))
+            await trio.sleep(10)
+            assert not flow.ran
+            for wanted in (2, 0):
+                hanging[0] = wanted
+                await trio.sleep(30)
+                assert len(every._lanes) == wanted
+            before = len(flow.ran)
+            await trio.sleep(30)
+            assert len(flow.ran) == before > 20
+            nursery.cancel_scope.cancel()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert [value is None for _, value in told] == [False, True]

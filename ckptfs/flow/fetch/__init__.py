@@ -11,8 +11,9 @@ a node that should have the file may be restarting (P8); if the last such node i
 Invariants:
 - Bytes whose digest differs from the recorded one are never served (P4, P7).
 - Several steps may run at once, each in its own thread. A file that one of them fetches is left alone by the others.
-- The PFS may hang (P1). At most FETCHES_PFS_MAX steps are at the PFS, so that others remain for the nodes. A file that a step fetches from
-  the PFS is still asked for at the nodes, every FETCH_SHARED_POLL_S_MAX. If nothing comes from the PFS, the copy is taken over.
+- The PFS may hang (P1), or a part of it. At most FETCHES_PFS_MAX steps are at the PFS, so that others remain for the nodes. Steps that
+  hang there do not count as soon as there are other lanes in their place. A file that a step fetches from the PFS is still asked for at
+  the nodes, every FETCH_SHARED_POLL_S_MAX. If nothing comes from the PFS, the copy is taken over.
 """
 
 import errno
@@ -85,6 +86,7 @@ class Fetch:
         self._lock = threading.Lock()
         self._active_inodes: set[int] = set()
         self._steps_at_pfs: dict[int, FetchProgress] = {}
+        self._spare_lanes = 0
         self._attempts: dict[int, Attempt] = {}
 
     def prepare(self) -> None:
@@ -119,6 +121,13 @@ class Fetch:
             times = [attempt.next_s for attempt in self._attempts.values()]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
+    def count_spare_lanes(self) -> int:
+        """Return for how many steps that hang at the PFS there must be a lane more from now on."""
+        with self._lock:
+            stalled = sum(step.has_stalled() for step in self._steps_at_pfs.values())
+            self._spare_lanes = min(stalled, limits.FETCHES_HANGING_MAX)
+            return self._spare_lanes
+
     def _take_request(self) -> mover_requests.MoverRequest | None:
         """Reserve and return the next request that is due and whose file no step has, except at the PFS."""
         requests = mover_requests.list_open(self._db, mover_requests.FETCH)
@@ -142,7 +151,7 @@ class Fetch:
 
     def _has_place_at_pfs(self, inode: int) -> bool:
         """Return whether a step may go to the PFS with a file. The caller holds the lock."""
-        return inode not in self._steps_at_pfs and len(self._steps_at_pfs) < limits.FETCHES_PFS_MAX
+        return inode not in self._steps_at_pfs and len(self._steps_at_pfs) < limits.FETCHES_PFS_MAX + self._spare_lanes
 
     def _go_to_pfs(self, progress: FetchProgress) -> None:
         """Take a place at the PFS until the end of the step; others may ask nodes. Raises PfsTaken."""
@@ -154,7 +163,7 @@ class Fetch:
                 raise PfsTaken("other fetches are at the PFS")
             self._steps_at_pfs[request.inode] = progress
             self._active_inodes.discard(request.inode)
-            progress.is_at_pfs = True
+            progress.go_to_pfs()
         self._defer(request, limits.FETCH_SHARED_POLL_S_MAX)
 
     def _answer(self, progress: FetchProgress) -> None:

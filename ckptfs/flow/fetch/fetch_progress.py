@@ -76,6 +76,10 @@ class FetchProgress:
         finally:
             self._lock.release()
 
+    def go_to_pfs(self) -> None:
+        self.is_at_pfs = True
+        self._moved_s = time.monotonic()
+
     def has_stalled(self) -> bool:
         """Return whether nothing has come for FETCH_SHARED_POLL_S_MAX."""
         return time.monotonic() - self._moved_s > limits.FETCH_SHARED_POLL_S_MAX

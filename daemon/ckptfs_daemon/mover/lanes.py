@@ -44,6 +44,13 @@ class Retryable(Protocol):
         """Reset all backoffs. Called in the trio thread, possibly during a step."""
 
 
+class Relievable(Flow, Protocol):
+    """A flow that several lanes share, and whose steps may hang."""
+
+    def count_spare_lanes(self) -> int:
+        """Return for how many steps there must be a lane more from now on."""
+
+
 class Lane:
     """One flow and its schedule. All methods belong to the trio thread."""
 
@@ -80,6 +87,11 @@ class Lane:
         if isinstance(self._flow, Retryable):
             self._flow.retry_now()
         self.wake_now()
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Return True if the last step failed, which only the next one can take back."""
+        return bool(self._trouble)
 
     def end(self) -> None:
         """Run no step any more after the present one."""
@@ -204,6 +216,24 @@ class Lanes:
         async with trio.open_nursery() as nursery:
             for lane in self._lanes:
                 nursery.start_soon(lane.run, name=f"lane {lane.name}")
+
+    async def relieve(self, flow: Relievable, build_lane: Callable[[int], Lane]) -> None:
+        """Run a lane more for each step of a flow that hangs, and end it when the step goes on.
+
+        `build_lane` gets the number of the spare lane, from 0 on.
+        """
+        spares: list[Lane] = []
+        async with trio.open_nursery() as nursery:
+            while True:
+                await trio.sleep(limits.FETCH_SHARED_POLL_S_MAX)
+                wanted = flow.count_spare_lanes()
+                while len(spares) > wanted and not spares[-1].is_in_trouble:
+                    self._lanes.remove(spares[-1])
+                    spares.pop().end()
+                while len(spares) < wanted:
+                    spares.append(build_lane(len(spares)))
+                    self._lanes.append(spares[-1])
+                    nursery.start_soon(spares[-1].run, name=f"lane {spares[-1].name}")
 
 
 def describe_failure(failure: Exception) -> dict[str, Any]:

@@ -86,7 +86,14 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     notify = ipc.MountNotify(wake_channel, wake)
     cluster_services = ClusterServices(db, tiers, config, notify) if config.cluster is not None else None
     flows = _Flows(db, tiers, config, notify, cluster_services)
-    lanes = Lanes([Lane(name, flow, lambda where, value: summary.set_trouble(db, where, value)) for name, flow in flows.lanes])
+
+    def build_lane(name: str, flow: Flow) -> Lane:
+        return Lane(name, flow, lambda where, value: summary.set_trouble(db, where, value))
+
+    def build_spare(number: int) -> Lane:
+        return build_lane(f"fetch {limits.FETCHES_SHARED_MAX + 1 + number}", flows.fetch)
+
+    lanes = Lanes([build_lane(name, flow) for name, flow in flows.lanes])
     await trio.to_thread.run_sync(flows.prepare)
     drain = Drain(db, config, lanes.retry_now)
     upgrades = UpgradeRequests(setup.link)
@@ -94,6 +101,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
         nursery.start_soon(lanes.run, name="lanes")
+        nursery.start_soon(lanes.relieve, flows.fetch, build_spare, name="spare lanes")
         queries, admin = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades, notify)
         nursery.start_soon(server.serve, config, queries, admin, name="control")
         if cluster_services is not None:
@@ -167,7 +175,7 @@ class _Flows:
         self._recover = Recover(db, tiers, config, notify)
         cluster = cluster_services.cluster if cluster_services else None
         self._scan = Scan(db, tiers, config, notify, cluster)
-        self._fetch = Fetch(db, tiers, config, notify, cluster)
+        self.fetch = Fetch(db, tiers, config, notify, cluster)
         flow = db, tiers, config, notify
         self._write_back = WriteBack(*flow) if cluster is None else ClusterWriteBack(*flow, cluster)
         self._prepare = Prepare(db, tiers, config, notify)
@@ -193,7 +201,7 @@ class _Flows:
             self.lanes += cluster_services.list_flows()
         if config.pfs is not None or cluster_services is not None:
             fetches = limits.FETCHES_MAX if cluster_services is None else limits.FETCHES_SHARED_MAX
-            self.lanes += [(f"fetch {number}", self._fetch) for number in range(1, fetches + 1)]
+            self.lanes += [(f"fetch {number}", self.fetch) for number in range(1, fetches + 1)]
 
     def stop(self) -> None:
         """Give back what no application needs after an orderly end."""
@@ -205,7 +213,7 @@ class _Flows:
         self._recover.step()
         if not self._config.is_read_only:
             self._write_back.prepare()
-        self._fetch.prepare()
+        self.fetch.prepare()
         self._scan.prepare()
         if self._cluster_services is not None:
             self._cluster_services.prepare()
