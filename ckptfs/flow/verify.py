@@ -12,7 +12,7 @@ fetched or written back, or the machine is short of memory. That wait is bounded
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, replace
 
 from ckptfs import disk, limits, procfs
@@ -60,13 +60,20 @@ class CheckResult:
         return bool(self.source)
 
 
-def verify(db: Database, tiers: Tiers, number: int, before_block: Callable[[], None] = lambda: None) -> list[CheckResult]:
-    """Compare the local copies of a sealed content with its seal; rebuild bad ones. Raises Busy, OSError."""
+def verify(
+    db: Database, tiers: Tiers, number: int, before_block: Callable[[], None] = lambda: None, first: Container[Tier] = tuple(Tier)
+) -> list[CheckResult]:
+    """Compare the local copies of a sealed content with its seal; rebuild bad ones. Raises Busy, OSError.
+
+    Copies in other tiers than `first` are read only if no copy there is good.
+    """
     content = contents.get_content(db, number)
     if content is None or content.state not in {ContentState.SEALED, ContentState.LOST}:
         return []
-    checked = [copy.tier for copy in list_copies(db, number) if copy.state is not CopyState.FILLING and copy.tier in tiers]
-    found = [CheckResult(tier, _find_problem(db, tiers, content, tier, before_block)) for tier in checked]
+    held = [copy.tier for copy in list_copies(db, number) if copy.state is not CopyState.FILLING and copy.tier in tiers]
+    found = [CheckResult(tier, _find_problem(db, tiers, content, tier, before_block)) for tier in held if tier in first]
+    if found and not any(one.ok for one in found):
+        found += [CheckResult(tier, _find_problem(db, tiers, content, tier, before_block)) for tier in held if tier not in first]
     _record(db, content, found)
     disk.reach("verify:quarantined")
     good = [checked.tier for checked in found if checked.ok]
@@ -160,7 +167,7 @@ class Scrub:
             return False
         found: list[CheckResult] = []
         try:
-            found = verify(self._db, self._tiers, number, self._wait)
+            found = verify(self._db, self._tiers, number, self._wait, LOCAL_TIERS)  # The PFS may hang.
         except (OSError, CkptfsError) as failure:
             log.debug("content %d: not verified: %s; trying again", number, failure)
         if not found or any(not one.ok for one in found):

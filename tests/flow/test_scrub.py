@@ -16,6 +16,7 @@ from ckptfs.flow import verify as verify_step
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.verify import CheckResult, Scrub, verify
 from ckptfs.model import ContentState, CopyState, Level, Tier
+from ckptfs.tiers.storage import TierStorage
 
 DAY_S = verify_step.INTERVAL_S
 Repaired = list[tuple[str, str]]
@@ -43,7 +44,7 @@ def check_order(node: Node, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The contents that a scrub verifies, in their order."""
     order: list[int] = []
 
-    def noted(db: object, tiers: object, number: int, before_block: object) -> list[CheckResult]:
+    def noted(db: object, tiers: object, number: int, *_: object) -> list[CheckResult]:
         order.append(number)
         return verify(node.db, node.tiers, number)
 
@@ -132,6 +133,21 @@ def test_bit_rot_is_repaired_from_the_other_tier(node: Node, rot: Tier) -> None:
     assert node.told.inodes == [node.inode(content)], "the kernel may have pages of the bad copy"
     found = copies.load_check_figures(node.db)
     assert (found.bad_found, found.quarantined) == (1, 0) and found.oldest_ns > 1e18
+
+
+def test_the_pfs_which_may_hang_is_read_only_if_no_copy_in_a_local_tier_is_good(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: both kinds of copies are left if a file from another node found the local tiers full."""
+    content, opened = node.make_sealed(b"file", b"data" * 1000), list[Tier]()
+    node.copy_to_tier(content, Tier.PFS)
+    age(node, DAY_S)
+    open_copy = TierStorage.open
+    monkeypatch.setattr(TierStorage, "open", lambda own, *values: (opened.append(own.tier), open_copy(own, *values))[1])
+    run_until_idle(scrub_of(node))
+    assert opened == [Tier.RAM]
+    node.spoil(content, Tier.RAM)
+    age(node, DAY_S)
+    run_until_idle(scrub_of(node))
+    assert Tier.PFS in opened and node.data(content) == b"data" * 1000
 
 
 def test_bit_rot_of_the_only_copy_is_repaired_from_a_node(tmp_path: Path) -> None:
