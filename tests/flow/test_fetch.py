@@ -237,19 +237,19 @@ def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monke
     assert world.bring("d/file").result == mover_requests.FETCHED
 
 
-@pytest.mark.parametrize("label", ["tier:create", "fetch:write"])
+@pytest.mark.parametrize(("label", "code"), [("tier:create", "ENOSPC"), ("fetch:write", "ENOSPC"), ("fetch:write", "EDQUOT")])
 @pytest.mark.parametrize("argument", ["", mover_requests.NEEDS_COPY])
-def test_room_that_others_took_meanwhile(world: World, label: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_that_others_took_meanwhile(world: World, label: str, code: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """P10: a reader gets the PFS's own file, a writer a copy there; only where that is full as well does it fail."""
     world.bring("d/file")
     lose_copies(world, "d/file")
-    monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@{1 + disk._calls[label]}")
+    monkeypatch.setattr(disk, "_fault", f"{label}={code}@{1 + disk._calls[label]}")
     assert world.bring("d/file", argument).result == (mover_requests.FETCHED if argument else mover_requests.DIRECT)
     assert list(world.tiers[Tier.RAM].contents()) == []
     if argument:
         assert bytes_here(world, "d/file") == (Tier.PFS, (world.pfs / "d" / "file").read_bytes())
         lose_copies(world, "d/file")
-        monkeypatch.setattr(disk, "_fault", f"{label}=ENOSPC@*")
+        monkeypatch.setattr(disk, "_fault", f"{label}={code}@*")
         assert world.bring("d/file", argument).error == errno.ENOSPC
     world.check()
 

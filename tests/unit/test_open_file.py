@@ -29,7 +29,8 @@ from ckptfs.tiers.storage import TierStorage
 QUIET = cast(Any, SimpleNamespace(notify=lambda message: None))
 
 
-async def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path, code: int) -> None:
     """A write that a thread still has in hand is there after the move."""
     node = Node(tmp_path)
     content = node.make(b"file", b"." * 8, closed=False)
@@ -48,7 +49,7 @@ async def test_a_file_moves_on_only_when_nobody_writes_it(tmp_path: Path) -> Non
 
     def full_once(fd: int) -> None:
         if file.tier is Tier.RAM:
-            raise OSError(errno.ENOSPC, "full")
+            raise OSError(code, "full")
         os.pwrite(fd, b"late", 4)
 
     with trio.fail_after(60):

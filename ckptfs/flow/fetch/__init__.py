@@ -282,6 +282,7 @@ class Fetch:
         if isinstance(failure, Busy | NoCopyLeft) and self._retry_later(request, state, failure, is_gone=is_gone):
             return
         code = getattr(failure, "errno", 0)
+        code = errno.ENOSPC if code in health.FULL_ERRNOS else code
         code = errno.ESTALE if is_gone else code if code in _REPORTED_ERRNOS else errno.EIO
         mover_requests.mark_failed(self._db, request.id, code)
         self._notify.notify_replies()

@@ -9,7 +9,6 @@ the lease of its node. A node that has waited too long reads the file itself, an
 If we die here: a FILLING copy and its file, which recovery removes. The lock expires.
 """
 
-import errno
 import logging
 import os
 import threading
@@ -29,7 +28,7 @@ from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch, StoreRefused, StoreUnreachable
 from ckptfs.flow.fetch.fetch_progress import BlockProgress, FetchProgress, OthersFirst
 from ckptfs.model import Content, ContentState, Notifier, Tier
-from ckptfs.tiers import local_copies, pfs_tree, transfer
+from ckptfs.tiers import health, local_copies, pfs_tree, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs.tiers.transfer import WriteBehind
 
@@ -86,7 +85,7 @@ class PfsFetcher:
         try:
             self._copy(state, self._tiers[tier], source, progress)
         except OSError as failure:
-            if failure.errno != errno.ENOSPC or tier is Tier.PFS:
+            if failure.errno not in health.FULL_ERRNOS or tier is Tier.PFS:
                 raise
             log.info("%s: no room is left in %s", state.path, tier)
             self._notify.wake_lanes()

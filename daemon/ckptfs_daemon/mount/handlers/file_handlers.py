@@ -180,7 +180,7 @@ class FileHandlers:
                         file, act, fd, long=long, reads_pfs=source is not None and source.tier in (Tier.PFS, None)
                     )
             except OSError as failure:
-                if failure.errno != errno.ENOSPC or file.backing_id:
+                if failure.errno not in health.FULL_ERRNOS or file.backing_id:
                     raise
             finally:
                 if must_close:
