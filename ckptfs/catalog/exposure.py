@@ -123,6 +123,11 @@ def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[
     return [child for child in found if child is not None]
 
 
+def get_last_close_ns(db: Database, roots: Iterable[int]) -> int:
+    """Return when a file among these inodes, or below them, was written last; 0 without one."""
+    return int(db.value(f"{inodes.WITH_TREE} SELECT max(i.closed_ns) FROM tree JOIN inode i ON i.id = tree.id", json.dumps([*roots])) or 0)
+
+
 def has_held(db: Database, roots: Iterable[int]) -> bool:
     """Return True if one of these inodes, or anything below them, is held back from the PFS."""
     held = f"SELECT 1 FROM tree WHERE {IS_HELD.format('tree.id')} LIMIT 1"

@@ -8,7 +8,8 @@ Files that have not reached the level are put together as members of series; a m
 3. All other members, newer ones first, and then all other files as they were closed.
 
 A file belongs to the member of the innermost series that counts steps, by its own name or that of a directory above it; without one, to
-that of the outermost series. Members and their order are those of `patterns`, which `latest` uses too.
+that of the outermost series. Members and their order are those of `patterns`, which `latest` uses too. After a rollback, what was written
+since is newest, then comes its target.
 """
 
 from collections import defaultdict
@@ -67,11 +68,16 @@ class UnsafeMember:
     open_files: int = 0
 
 
-class SeriesIndex:
-    """The series of each directory and the members in them. `list_names` returns the names in a directory."""
+Sort = Callable[[int, Series, list[Member]], list[Member]]
 
-    def __init__(self, list_names: Callable[[int], Collection[bytes]]) -> None:
+
+class SeriesIndex:
+    """The series of each directory and the members in them."""
+
+    def __init__(self, list_names: Callable[[int], Collection[bytes]], sort: Sort = lambda directory, series, members: members) -> None:
+        """`list_names` returns the names in a directory; `sort` gets members, the newest names first."""
         self._list_names = list_names
+        self._sort = sort
         self._places: dict[int, dict[bytes, Place]] = {}
         self._members: dict[int, dict[Series, list[Member]]] = {}
 
@@ -93,7 +99,7 @@ class SeriesIndex:
     def _load(self, directory: int) -> dict[bytes, Place]:
         if directory not in self._places:
             names = self._list_names(directory)
-            found = {series: patterns.list_members(series, names) for series in patterns.list_series(names)}
+            found = {series: self._sort(directory, series, patterns.list_members(series, names)) for series in patterns.list_series(names)}
             self._members[directory] = found
             places = self._places[directory] = {}
             for series, members in found.items():

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ckptfs import limits
-from ckptfs.catalog import exposure, history, inodes, mover_requests, peer_copies, pfs_hold, summary
+from ckptfs.catalog import exposure, history, history_names, inodes, mover_requests, peer_copies, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.exposure import ExposedFile, UrgentOrder
 from ckptfs.config import Config
@@ -231,7 +231,21 @@ class Rescue:
         return exposure.has_pending_names(self._db, roots), exposure.has_held(self._db, roots)
 
     def _build_index(self) -> SeriesIndex:
-        return SeriesIndex(lambda directory: exposure.list_names(self._db, directory))
+        return SeriesIndex(lambda directory: exposure.list_names(self._db, directory), self._sort_members)
+
+    def _sort_members(self, directory: int, series: Series, members: list[Member]) -> list[Member]:
+        """Put what a rollback passes over last."""
+        record = history.find_series(self._db, directory, series.name)
+        if record is None or (rollback := record.rollback) is None:
+            return members
+        sets = history_names.list_set_names(self._db, record.directory)
+        target = next((one.member for one in sets if one.number == rollback.number), b"")
+
+        def get_era(member: Member) -> int:
+            roots = exposure.list_children(self._db, directory, member.files)
+            return 2 if exposure.get_last_close_ns(self._db, roots) > rollback.at_ns else int(member.name == target)
+
+        return sorted(members, key=get_era, reverse=True)
 
     def _count_files(self, directory: int, member: Member) -> int:
         return self._load_figures(directory, member).files

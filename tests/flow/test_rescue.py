@@ -1,6 +1,7 @@
 """G1: a drain with too little time: of what nodes and the PFS can take until the deadline, the right part is safe, and it says so."""
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from write_back_world import Mount
 
 from ckptfs import limits
 from ckptfs.catalog import exposure, history, mover_requests, summary
-from ckptfs.catalog.history import SetRecord
+from ckptfs.catalog.history import Rollback, SetRecord
 from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.config.schema import RetentionRule
 from ckptfs.flow.replicate import Replicate
@@ -83,6 +84,29 @@ def test_the_newest_checkpoint_is_safe_at_the_deadline(clique: Clique, is_rescue
             " the newest safe one is step_100-rank0.pt (clique)"
         )
     assert list_safety_lines(rescue.build_safety()) == [line]
+
+
+@pytest.mark.parametrize(("is_saved_since", "order"), [(False, [200, 400, 300]), (True, [150, 200, 400, 300])])
+def test_what_a_rollback_passes_over_comes_last(clique: Clique, is_saved_since: bool, order: list[int]) -> None:
+    """As for `latest`: first what was written since, then the target of the rollback."""
+    db = clique.node.db
+    for step in (100, 200, 300, 400):
+        clique.save(step, parts=1)
+    with db.transaction():
+        series = history.insert_series(db, ROOT, b"step_*-rank0.pt").directory
+        target = SetRecord(7, b"step_200-rank0.pt", (200,), files=1, size=SIZE, completed_ns=1)
+        history.finish_set(db, history.begin_set(db, series, target))
+        history.set_rollback(db, series, Rollback(7, time.time_ns()))
+    if is_saved_since:
+        clique.save(150, parts=1)
+    rescue = Rescue(db, Level.CLIQUE, 25.0)
+    for count in range(1, len(order) + 1):
+        rescue._refreshed_s = 0.0
+        rescue.refresh_if_due()
+        clique.flow.retry_now()
+        clique.replicate(1)
+        assert {step for step in order if b"step_%d-rank0.pt" % step in clique.list_safe()} == {*order[:count]}
+    assert f"step_{order[0]}-rank0.pt is safe" in list_safety_lines(rescue.build_safety())[0]
 
 
 def test_the_checkpoint_with_the_fewest_bytes_missing_is_completed(clique: Clique) -> None:
