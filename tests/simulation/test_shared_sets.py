@@ -18,8 +18,9 @@ from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_s
 from simulated_store import SimulatedEtcd
 
 from ckptfs import limits
-from ckptfs.catalog import contents, history, identity, pfs_hold, set_members
+from ckptfs.catalog import contents, history, identity, namespace, pfs_hold, set_members
 from ckptfs.catalog.set_members import SetTree
+from ckptfs.coherence import keys
 from ckptfs.config import RetentionRule
 from ckptfs.model import Tier
 from ckptfs.series import completeness
@@ -447,6 +448,33 @@ def test_a_claim_ends_with_its_node(does_return: bool) -> None:
             await trio.sleep(limits.NODE_LEASE_S + SETTLE_S)
             nursery.cancel_scope.cancel()
         assert sorted(await list_history(writers[0])) == ["step_*/step_1@2", "step_*/step_2@1"]
+
+    simulate(act, 1)
+
+
+def test_a_file_that_leaves_its_set_to_be_written_gets_into_no_other_set_meanwhile() -> None:
+    """T6, P7: the other nodes know its former bytes until the close. Then the other set would show the new ones."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        other, writer, bytes_ = cluster.nodes[1], cluster.nodes[2], dice.randbytes(1000)
+        await other.write("step_1.bin", bytes_)
+        await trio.sleep(SETTLE_S)
+        before = await list_history(other)
+        inode = (await writer.stat("step_1.bin")).id
+        async with writer.guard_writer(inode):
+            await writer.sharing.refresh_change(keys.list_unread_history(writer.db, inode))
+            with writer.db.transaction() as db:
+                copied = contents.insert_reserved_content(db, Tier.RAM)
+                with os.fdopen(writer.tiers[Tier.RAM].create(copied), "wb") as file:
+                    file.write(bytes_)
+                history.separate(db, inode, copied)
+        with other.db.transaction():
+            namespace.insert_candidates(other.db, [inode])
+        other.on_sealed()
+        await trio.sleep(SETTLE_S)
+        after = await list_history(other)
+        assert [*after] == [*before] == ["step_*.bin/step_1.bin@1"]
+        assert before["step_*.bin/step_1.bin@1"]["step_1.bin"] == inode != after["step_*.bin/step_1.bin@1"]["step_1.bin"]
 
     simulate(act, 1)
 

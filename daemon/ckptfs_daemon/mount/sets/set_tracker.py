@@ -115,7 +115,7 @@ class SetTracker:
         is_all_processed = not self._candidate_due_s and self._wakes_at_last_pass == self._wakes
         if not is_shared and is_all_processed and not self._context.open_files.producers.has(inode):
             return
-        directory = self._find_directory(inode)
+        directory = None if inodes.is_history(self._context.db, inode) else self._find_directory(inode)
         if directory is None or now_s < self._wait_pauses.get(directory, 0.0):
             return
         if is_shared:
@@ -145,23 +145,24 @@ class SetTracker:
         if not shared_namespace.is_shared or self._find_directory(inode) is None:
             yield
             return
+        is_kept = inodes.is_history(db, inode)
         with self._context.open_files.change():
             set_members.insert_claim(db, inode)
-        await shared_namespace.wait_published()
+        if not is_kept:
+            await shared_namespace.wait_published()
         try:
             yield
         except BaseException:
             with self._context.open_files.change():
                 set_members.delete_claim(db, inode)
             raise
+        if is_kept:
+            await shared_namespace.wait_published()  # One transaction has the claim and the separation from the history.
 
     def _find_directory(self, inode: int) -> int | None:
-        """Return the directory of a file that may belong to a checkpoint.
-
-        Returns None if the file is in a set already, or belongs to none.
-        """
+        """Return the directory of a file that may belong to a checkpoint. Returns None for any other file."""
         db = self._context.db
-        places = [] if inodes.is_history(db, inode) else set_members.list_places(db, inode)
+        places = set_members.list_places(db, inode)
         is_counted = any(patterns.counts_checkpoints(inodes.get_path(db, directory) + b"/" + name) for directory, name in places[:1])
         return places[0][0] if is_counted else None
 
