@@ -148,6 +148,11 @@ def insert_candidates_of_dead(db: Database, node: int) -> None:
     namespace.insert_candidates(db, {row[0] for row in rows})
 
 
+def is_claimed_elsewhere(db: Database, claim: bytes | None, content: int | None, generation: int) -> bool:
+    """Return True if another node has this claim on a file that still has this content."""
+    return _is_claimed(db, claim, content, generation) and json.loads(claim or b"")["node"] != identity.get_node_number(db)
+
+
 def _is_claimed(db: Database, claim: bytes | None, content: int | None, generation: int) -> bool:
     fields = {} if claim is None else json.loads(claim)
     is_present = bool(fields) and (fields["content"], fields["generation"]) == (content, generation)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.catalog import handles, history, history_names, identity, journal, peer_copies
+from ckptfs.catalog import handles, history, history_names, identity, journal, peer_copies, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.coherence import chain, key_state, keys, merge, read
@@ -91,12 +91,19 @@ class ConflictResolver:
             self._values_to_merge.append((key, store_value.value))
 
     def _list_outdated_links(self, key: SharedKey, now: CachedValue) -> set[SharedKey]:
-        """Return names in the history of a file that another node has written since."""
+        """Return names in the history of a file that another node has written since, or writes now."""
         base, theirs = key_state.get_cached(self._db, key).fields, now.fields
-        if key.kind != INODE or not base or not theirs or not merge.is_written_since(base, theirs):
+        if key.kind != INODE or not base or not theirs or not (merge.is_written_since(base, theirs) or self._is_claimed(theirs)):
             return set()
         links = {name for name in self._list_names_of(key.number) if self._get_local_child(name) == key.number}
         return {name for name in links if identity.is_history_directory(name.number)}
+
+    def _is_claimed(self, theirs: Value) -> bool:
+        """Return True if another node has opened a file for writing, and has not published what it writes."""
+        claim = theirs.get("xattrs", {}).get(set_members.CLAIM_XATTR.decode())
+        return set_members.is_claimed_elsewhere(
+            self._db, None if claim is None else base64.b64decode(claim), theirs["content"], theirs["generation"]
+        )
 
     def _revert_sets(self, links: set[SharedKey]) -> None:
         """Undo sets of which these are links."""

@@ -11,9 +11,10 @@ from memory_store import MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 from shared_sets import delete_whole_set, keep, read_history, separate
 
-from ckptfs.catalog import contents, history, inodes, retention_state
+from ckptfs.catalog import contents, history, inodes, peer_copies, retention_state, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
+from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.coherence import key_state, keys
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CHOSEN_PREFIX, INODE, SharedKey, decode_chosen_key
@@ -426,3 +427,21 @@ async def test_a_set_that_an_island_made_of_what_it_wrote_has_those_bytes(a: Nod
             b"f*/theirs@2/f1": new,
         }
         assert (await node.stat("f1")).content == new and await node.names() == [b"f1"]
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+@two_nodes
+async def test_a_set_that_an_island_made_goes_if_another_node_writes_a_file_of_it_now(a: Node, b: Node, is_alive: bool) -> None:
+    """P7: the writer publishes its bytes at the close, and the set would show them. The claim of a dead node counts no more."""
+    peer_copies.set_live_nodes(b.db, 2, 2, [KnownNode(number, f"n{number}", "d") for number in (1, 2)][not is_alive :])
+    inode = (await a.make("f1")).id
+    await make_closed(a, inode)
+    await b.stat("f1")
+    b.cut(True)
+    await keep(b, "f1")
+    with a.db.transaction():
+        set_members.insert_claim(a.db, inode)
+    await settled([a])
+    await reconnect(b)
+    for node in (a, b):
+        assert list(await read_history(node)) == ([] if is_alive else [b"f*/f@1/f1"])
