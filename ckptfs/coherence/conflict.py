@@ -146,6 +146,8 @@ class ConflictResolver:
             if "names" in merged:
                 merged["names"] = keys.list_shared_names(self._db, key.number, theirs)
             keys.write_value(self._db, key, merged)
+            if key.kind == INODE:
+                self._take_back_content(key.number, merged.get("content"))
             if merged.get("names") == []:
                 # Two nodes removed one name each, and these were the last two.
                 self._result.unlinked_inodes.append(key.number)
@@ -172,12 +174,15 @@ class ConflictResolver:
         ours = theirs if row is None or merge.is_written_since(base, theirs) else dict(zip(merge.CONTENT_FIELDS, row, strict=True))
         value = {**merge.merge_later_content(theirs, ours), "names": names}
         keys.write_value(self._db, key, value)
-        # It may have become the previous content of the file that took its name.
+        self._take_back_content(key.number, value["content"])
+
+    def _take_back_content(self, inode: int, content: int | None) -> None:
+        """Give a file its content back: it may have become the previous one of the file that took its name."""
         take_back = (
             "UPDATE content SET inode = ?1, superseded_mtime_ns = NULL, change = change + 1 WHERE id = ?2 AND inode <> ?1 AND state <> 3"
         )
-        if self._db.run(take_back, key.number, value["content"]):
-            key_state.mark_dirty(self._db, SharedKey(CONTENT, value["content"]))
+        if content is not None and self._db.run(take_back, inode, content):
+            key_state.mark_dirty(self._db, SharedKey(CONTENT, content))
 
     def _handle_inode_deleted(self, inode: int) -> None:
         """Handle an inode that was deleted in the store: names made in it or for it are undone."""

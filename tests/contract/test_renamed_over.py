@@ -23,11 +23,17 @@ def write(node: Node, inode: Inode, *, sealed: bool) -> int:
     with node.db.transaction():
         content = contents.insert_content(node.db, inode.id, Tier.RAM)
         contents.mark_closed(node.db, inode.id, content, 3, 1, 2)
-    row = contents.get_content(node.db, content)
-    if sealed and row is not None:
-        contents.mark_sealed(node.db, [contents.SealResult(content, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
-        peer_copies.insert_peer_copy(node.db, PeerCopy(content, 2, 1, DIGEST))
+    if sealed:
+        seal(node, content)
     return content
+
+
+def seal(node: Node, content: int) -> None:
+    """Seal it, and have a copy on node 2."""
+    row = contents.get_content(node.db, content)
+    assert row is not None
+    contents.mark_sealed(node.db, [contents.SealResult(content, row.inode, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
+    peer_copies.insert_peer_copy(node.db, PeerCopy(content, 2, row.generation, DIGEST))
 
 
 def play(root: Path, act: Callable[[Node, Node, MemoryEtcd], Awaitable[None]]) -> None:
@@ -110,16 +116,50 @@ async def test_what_was_renamed_over_while_another_node_linked_it_stays_its_own(
     await two.link("file", "linked")
     await reconnect(one)
     assert (await one.stat("linked")).content == (await two.stat("linked")).content == content
-    row = contents.get_content(one.db, newer)
-    assert row is not None
-    contents.mark_sealed(one.db, [contents.SealResult(newer, heir.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
-    peer_copies.insert_peer_copy(one.db, PeerCopy(newer, 2, row.generation, DIGEST))
-    current = contents.get_content(one.db, newer)
+    await expire_previous(one, newer)
+    assert_own(one, etcd, content, replaced)
+
+
+async def expire_previous(node: Node, newer: int) -> None:
+    """The newer content is sealed and copied: so those before it may go."""
+    seal(node, newer)
+    current = contents.get_content(node.db, newer)
     assert current is not None
-    contents.expire_previous(one.db, current)
-    await one.sharing.wait_published()
-    kept = contents.get_content(one.db, content)
-    assert kept is not None and (kept.inode, kept.state) == (replaced.id, ContentState.SEALED)
+    contents.expire_previous(node.db, current)
+    await node.sharing.wait_published()
+
+
+def assert_own(node: Node, etcd: MemoryEtcd, content: int, file: Inode) -> None:
+    """The content is that of the file, here and in the store."""
+    kept = contents.get_content(node.db, content)
+    assert kept is not None and (kept.inode, kept.state) == (file.id, ContentState.SEALED)
     (items,) = MemoryStore(etcd).read([Get(b"c/%016x" % content)]).results
     value = json.loads(items[0].value)
-    assert value["inode"] == replaced.id and "former_ns" not in value
+    assert value["inode"] == file.id and "former_ns" not in value
+
+
+@two_nodes
+async def test_what_an_island_renamed_over_stays_its_own_if_others_took_it_for_lost(one: Node, two: Node, etcd: MemoryEtcd) -> None:
+    """P5: they show an earlier state, so the file stays, and with what was written last."""
+    replaced = await one.make("file")
+    earlier = write(one, replaced, sealed=True)
+    await one.sharing.wait_published()
+    await two.stat("file")
+    with one.db.transaction():
+        content = contents.insert_content(one.db, replaced.id, Tier.RAM)
+    await one.sharing.wait_published()
+    await two.stat("file")
+    one.cut(True)
+    with one.db.transaction():
+        contents.mark_closed(one.db, replaced.id, content, 3, 1, 2)
+    seal(one, content)
+    newer = write(one, await one.make("file.tmp"), sealed=False)
+    await one.rename("file.tmp", "file")
+    record = {"content": content, "generation": 2, "mtime_ns": 0, "node": 1, "shown": 2, "shows": earlier}
+    salvage = "UPDATE inode SET content = ?, salvaged = ? WHERE id = ?"
+    await two._agreed(lambda db: db.run(salvage, earlier, json.dumps(record), replaced.id), (), [])
+    await reconnect(one)
+    names = [name.decode() for name in await one.names()]
+    assert content in [(await one.stat(name)).content for name in names], names
+    await expire_previous(one, newer)
+    assert_own(one, etcd, content, replaced)
