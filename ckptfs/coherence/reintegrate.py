@@ -53,11 +53,13 @@ def list_needed_keys(db: Database, store_values: Mapping[SharedKey, StoreValue])
 def record_missed(db: Database, store_values: Mapping[SharedKey, CachedValue]) -> None:
     """Record what others closed of files that are open for writing on this node.
 
-    The next close overwrites it, and publishes the record.
+    The next close overwrites it, and publishes the record. Files that others removed are published now, while this node restores them.
     """
     with key_state.change_unmarked(db):
         for key, now in store_values.items():
             base, ours, theirs = key_state.get_cached(db, key).fields, get_value(db, key), now.fields
+            if base and theirs is None:
+                key_state.mark_dirty(db, key)
             if base and ours and theirs and merge.is_closed_since(base, theirs) and not merge.is_showing_former(theirs, base, ours):
                 db.run("UPDATE inode SET salvaged = ? WHERE id = ?", salvage_records.build_overwritten(theirs), key.number)
 

@@ -15,7 +15,7 @@ from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled
 
 from ckptfs import limits
 from ckptfs.catalog import contents, copies, handles, namespace
-from ckptfs.coherence import keys, merge
+from ckptfs.coherence import key_state, keys, merge
 from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.store.kv import Put
@@ -221,6 +221,31 @@ async def test_what_others_closed_of_an_open_file_is_kept_for_a_conflict_copy(wr
     assert (missed["content"], missed["node"]) == (content, writer.number) and not merge.is_showing_previous(shown)
     seen = contents.get_content(writer.db, content)
     assert seen is not None and seen.state is ContentState.SEALED
+
+
+@two_nodes
+async def test_what_others_removed_is_there_again_if_an_island_has_it_open_for_writing(writer: Node, opener: Node) -> None:
+    """P1: it may have been removed before the island opened it. Whether it is closed before the return or after makes no difference."""
+    inode = (await writer.make("f")).id
+    await make_sealed(writer, inode)
+    await opener.stat("f")
+    opener.cut(True)
+    await opener.make("other")
+    await writer.make("f.tmp")
+    await writer.rename("f.tmp", "f")
+    with opener.db.transaction() as db:
+        own = contents.insert_reserved_content(db, Tier.RAM)
+        db.run("UPDATE content SET inode = ? WHERE id = ?", inode, own)
+        with key_state.change_unmarked(db):
+            contents.set_current(db, inode, own)
+        handles.insert(db, inode, own, is_writer=True, backing_id=0)
+    await reconnect(opener)
+    with opener.db.transaction() as db:
+        handles.delete_all(db)
+        contents.mark_closed(db, inode, own, 7, 1, 2)
+    await settled([opener])
+    beside = await writer.stat("f.ckptfs-conflict-n2-1")
+    assert (beside.id, beside.content, beside.size) == (inode, own, 7) and (await writer.stat("f")).id != inode
 
 
 @pytest.mark.parametrize("is_opened_before", [True, False])
