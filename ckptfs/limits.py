@@ -449,6 +449,7 @@ FORGET_INTERVAL_S = 5.0
 SHARED_NAMES_MAX = 100_000
 # Recently deleted names: an older reply must not restore them.
 RECENT_KEYS_MAX = 10_000
+DOUBTED_REVISION = -1  # Of a cached value that must be compared with the store. No key has it.
 
 # --- etcd ------------------------------------------------------------------------------------------------------------
 ETCD_ENDPOINTS_MAX = 16

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs import lifecycle
+from ckptfs import lifecycle, limits
 from ckptfs.catalog import copies, handles, identity, journal, peer_copies, remote_contents
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
@@ -102,6 +102,10 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
     return done
 
 
+_IS_DOUBTED = f"EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'i' AND s.number = ?1 AND s.revision = {limits.DOUBTED_REVISION})"
+"""SQL: True if the return of this island decides about inode ?1. A set may have its previous content (see `opening.separation`)."""
+
+
 def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
     """Doom the previous contents of `inode`, unless open, or taken for lost by others. Return how many."""
     return db.run(
@@ -109,6 +113,7 @@ def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
         " AND superseded_mtime_ns IS NULL AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
         " AND id IS NOT (SELECT i.content FROM inode i WHERE i.id = content.inode)"
+        f" AND NOT {_IS_DOUBTED}"
         " AND NOT EXISTS (SELECT 1 FROM inode i, json_tree(i.salvaged) t"
         " WHERE i.id = content.inode AND t.key = 'content' AND t.atom = content.id)",
         inode, successor,
@@ -258,8 +263,8 @@ def expire_previous(db: Database, current: Content) -> None:
         record = get_file_record(db, current.id)
         if is_current(db, current.inode, current.id) and (lifecycle.is_on_clique(record) or lifecycle.is_on_pfs(record)):
             expired = db.rows(
-                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ? AND id <> ? AND superseded_mtime_ns IS NOT NULL"
-                " AND state <> 3 RETURNING id, remote",
+                "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND superseded_mtime_ns IS NOT NULL"
+                f" AND state <> 3 AND NOT {_IS_DOUBTED} RETURNING id, remote",
                 current.inode, current.id,
             )  # fmt: skip
             for content, peer in expired:

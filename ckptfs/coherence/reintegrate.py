@@ -35,6 +35,7 @@ from ckptfs.coherence.keys import (
     Value,
     build_conflict_names,
     build_row_name,
+    count_in_history,
     get_value,
     list_local_names,
     list_shared_names,
@@ -360,12 +361,12 @@ class ReintegrationResolver(ConflictResolver):
         Returns False if they did not, or if the bytes are not on this node.
         """
         content, (have_we, have_others) = ours.get("content"), merge.list_written(base, ours, theirs)
-        is_in_new_set = any(identity.is_history_directory(name[0]) for name in theirs.get("names", ()) if name not in base["names"])
+        kept = [name for name in list_shared_names(self._db, key.number, theirs) if name in theirs.get("names", ())]
         is_contested = have_others and not merge.is_showing_former(theirs, base, ours)
         if (
             not have_we
             or content in (None, theirs.get("content"))
-            or not (is_contested or is_in_new_set)
+            or not (is_contested or count_in_history(kept))
             or not journal.has_local_copy(self._db, content)
         ):
             return False

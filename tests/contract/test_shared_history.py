@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import trio
+from ckptfs_daemon.mount.opening import separation
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from memory_store import MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
@@ -305,6 +306,34 @@ async def make_closed(node: Node, inode: int) -> int:
         contents.mark_closed(db, inode, content, 3, 1, 2)
     await node.sharing.wait_published()
     return content
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+@two_nodes
+async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_writes(a: Node, b: Node, truncates: bool) -> None:
+    """P7: the island cannot give the names in the history to another inode. The open does not wait for that."""
+    inode = (await a.make("f1")).id
+    old = await make_closed(a, inode)
+    a.db.change("UPDATE content SET state = 2, digest = zeroblob(16) WHERE id = ?", old)
+    await settled([a])
+    await keep(a, "f1")
+    await b.stat("f1")
+    b.cut(True)
+    await b.make("other")
+    with b.db.transaction():
+        held = contents.get_file_content(b.db, inode)
+        assert held is not None and held.inode.history == 1
+        context: Any = SimpleNamespace(db=b.db, shared_namespace=b.sharing)
+        found = separation.separate_for_writer(context, held, truncates=truncates, request_fetch=b.sharing.run)
+    assert found.is_on_other_nodes, "its bytes are not changed in place"
+    new = await make_closed(b, inode)
+    assert not contents.mark_previous_doomed(b.db, inode, new)
+    await reconnect(b)
+    for node in (a, b):
+        ((path, kept),) = (await read_history(node)).items()
+        assert (path, kept, inodes.get(node.db, kept).content) == (b"f*/f@1/f1", inode, old)
+        shown = await node.stat("f1")
+        assert (shown.content, shown.nlink, shown.history) == (new, 1, 0)
 
 
 @two_nodes

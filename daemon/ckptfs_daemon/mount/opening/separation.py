@@ -14,14 +14,16 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import trio
 
 from ckptfs import disk
-from ckptfs.catalog import contents, history, inodes
+from ckptfs.catalog import contents, history, identity, inodes
 from ckptfs.catalog.contents import FileContent
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, keys
+from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.errors import Busy, DigestMismatch, NoSpace
 from ckptfs.flow.open_decision import WriteTarget, choose_write_target
 from ckptfs.model import Content, ContentState, Tier
@@ -80,8 +82,13 @@ def separate_for_writer(
     none of them then takes the file for a part of another set.
     """
     inode, shared_namespace = held.inode.id, context.shared_namespace
-    if shared_namespace.is_shared and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
+    unread = keys.list_unread_history(context.db, inode) if shared_namespace.is_shared else []
+    if unread and not shared_namespace.is_disconnected:
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
+    if unread and not any(identity.is_history_directory(name.number) for name in keys.list_local_names(context.db, inode)):
+        # An island cannot change these names. Its return leaves them this content, which is not written in place.
+        key_state.doubt_cached(context.db, SharedKey(INODE, inode))
+        return replace(held, is_on_other_nodes=held.state is ContentState.SEALED)
     is_alone = inode not in context.open_files.by_inode
     target = choose_write_target(held, truncate=False)
     if target is WriteTarget.NEW or (truncates and is_alone and not held.is_remote and target is not WriteTarget.FETCH):
