@@ -343,7 +343,8 @@ class ReintegrationResolver(ConflictResolver):
         base, ours, theirs = key_state.get_cached(self._db, key).fields, get_value(self._db, key), now.fields
         is_written = key.kind == INODE and handles.has_writer(self._db, key.number)
         if key.kind == INODE and base and ours and theirs and not is_written and self._split_file(key, base, ours, theirs):
-            write_value(self._db, key, theirs)
+            missed = merge.merge_missed(base, ours, theirs, ends_own=True)
+            write_value(self._db, key, {**{name: held for name, held in theirs.items() if name != "missed"}, **missed})
             key_state.set_cached(self._db, key, now)
             return
         if is_written:
@@ -358,17 +359,16 @@ class ReintegrationResolver(ConflictResolver):
     def _split_file(self, key: SharedKey, base: Value, ours: Value, theirs: Value) -> bool:
         """Make what this node wrote a file of its own if others wrote it, too, or made it a part of a set.
 
-        Returns False if they did not, or if the bytes are not on this node.
+        Also if they took it for lost, and made a set of the state that they show. Returns False if none of that is so, or if the bytes are
+        not on this node.
         """
         content, (have_we, have_others) = ours.get("content"), merge.list_written(base, ours, theirs)
+        is_former = merge.is_showing_former(theirs, base, ours)
+        is_contested = have_others and not is_former
         kept = [name for name in list_shared_names(self._db, key.number, theirs) if name in theirs.get("names", ())]
-        is_contested = have_others and not merge.is_showing_former(theirs, base, ours)
-        if (
-            not have_we
-            or content in (None, theirs.get("content"))
-            or not (is_contested or count_in_history(kept))
-            or not journal.has_local_copy(self._db, content)
-        ):
+        is_in_set, is_in_new_set = (count_in_history(names) > 0 for names in (kept, [name for name in kept if name not in base["names"]]))
+        is_split = (have_we and (is_contested or is_in_set)) or (is_former and is_in_new_set)
+        if not is_split or content in (None, theirs.get("content")) or not journal.has_local_copy(self._db, content):
             return False
         made = identity.allocate_id(self._db, "inode")
         assert made is not None
@@ -376,8 +376,8 @@ class ReintegrationResolver(ConflictResolver):
         write_value(self._db, SharedKey(INODE, made), ours)
         self._inodes_to_recount |= {made, key.number}
         self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, content)])
-        is_later = not have_others or merge.get_write_order(ours) > merge.get_write_order(theirs)
-        self._name_split_file(key.number, made, later=is_later, keeps_theirs=have_others)
+        is_later = not is_contested or merge.get_write_order(ours) > merge.get_write_order(theirs)
+        self._name_split_file(key.number, made, later=is_later, keeps_theirs=is_contested)
         self._append_journal_row("content", made, content=content)
         return True
 

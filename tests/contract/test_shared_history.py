@@ -1,5 +1,6 @@
 """The history of sets on catalogs that share one store: names, links and separations of several nodes at once (T6, N1)."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -334,6 +335,28 @@ async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_
         assert (path, kept, inodes.get(node.db, kept).content) == (b"f*/f@1/f1", inode, old)
         shown = await node.stat("f1")
         assert (shown.content, shown.nlink, shown.history) == (new, 1, 0)
+
+
+@two_nodes
+async def test_a_set_keeps_the_state_that_others_showed_while_an_island_had_a_newer_one(a: Node, b: Node) -> None:
+    """P7: they took that for lost, and made a set of the file. The island gets a file of its own for it, under the name of the file."""
+    inode = (await a.make("f1")).id
+    old = await make_closed(a, inode)
+    await b.stat("f1")
+    new = await make_closed(b, inode)
+    await a.stat("f1")
+    b.cut(True)
+    record = {"content": new, "generation": 2, "mtime_ns": 1, "node": 2, "shown": 1, "shows": old}
+    salvage = "UPDATE inode SET content = ?, generation = 1, salvaged = ? WHERE id = ?"
+    await a._agreed(lambda db: db.run(salvage, old, json.dumps(record), inode), (), [inode])
+    await keep(a, "f1")
+    await b.set("f1", mode=0o600)
+    await reconnect(b)
+    for node in (a, b):
+        ((path, kept),) = (await read_history(node)).items()
+        assert (path, kept, inodes.get(node.db, kept).content) == (b"f*/f@1/f1", inode, old)
+        assert (await node.stat("f1")).content == new and await node.names() == [b"f1"]
+        assert node.db.value("SELECT salvaged FROM inode WHERE id = ?", inode) is None
 
 
 @two_nodes
