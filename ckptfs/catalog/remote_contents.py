@@ -364,8 +364,12 @@ def list_own_of_same_files(db: Database, contents: Iterable[int], at_most: int) 
 
 
 def is_uncommitted(db: Database, content: Content) -> bool:
-    """Return True if the mount has still to publish this content, or a name of its file."""
-    return bool(db.value(f"SELECT {peer_copies.IS_UNCOMMITTED.format('?1', '?2')}", content.id, content.inode))
+    """Return True if the mount has still to publish this content, or a name of its file.
+
+    For the store it may be the previous content of another file by now.
+    """
+    files = {content.inode, db.value("SELECT inode FROM content WHERE id = ?", content.id)}
+    return any(db.value(f"SELECT {peer_copies.IS_UNCOMMITTED.format('?1', '?2')}", content.id, inode) for inode in files)
 
 
 def delete_unneeded(db: Database, content: Content, *, gone: bool) -> bool:

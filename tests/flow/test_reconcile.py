@@ -12,13 +12,15 @@ from salvage_world import tidy
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, peer_copies, remote_contents
 from ckptfs.clique import locations
+from ckptfs.coherence import keys
+from ckptfs.coherence.keys import CONTENT, SharedKey
 from ckptfs.errors import StoreUnreachable
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.reconcile import Reconcile
 from ckptfs.model import ContentState, CopyState, Level, Tier
-from ckptfs.store.kv import Delete
+from ckptfs.store.kv import Delete, Put
 
 pytestmark = pytest.mark.usefixtures("no_delays")
 
@@ -88,6 +90,24 @@ def test_a_deleted_file_that_this_node_is_about_to_name_again_keeps_its_bytes(tm
     two.host.reported_unneeded.add(content)
     tidy(two)
     assert two.files(Tier.RAM) == set()
+
+
+def test_a_file_that_others_renamed_over_and_this_node_is_about_to_name_again_keeps_its_bytes(tmp_path: Path) -> None:
+    """P1, P5: as in the set of an island. In the store its content is the previous one of a file that is gone, too."""
+    cluster, content, one, _two = make_replicated(tmp_path, 2)
+    inode = one.inode(content)
+    value = {**(keys.get_value(one.db, SharedKey(CONTENT, content)) or {}), "inode": inode + 1, "former_ns": 1}
+    delete(cluster, f"i/{inode:016x}")
+    cluster.store.commit([], [Put(keys.encode_key(SharedKey(CONTENT, content)), keys.encode_fields(value))])
+    one.db.run("INSERT INTO entry (parent, name, child) VALUES (1, x'6c', ?)", inode)
+    one.db.run("INSERT INTO dirty_key (change, kind, number, name) VALUES (1, 'e', 1, x'6c')")
+    one.host.reported_unneeded.add(content)
+    tidy(one)
+    assert one.copies(content) == {Tier.RAM: CopyState.GOOD}
+    one.db.run("DELETE FROM dirty_key")
+    one.host.reported_unneeded.add(content)
+    tidy(one)
+    assert one.copies(content) == {}
 
 
 def test_a_holder_removes_the_records_of_a_dead_node_s_deleted_file(tmp_path: Path) -> None:
