@@ -18,7 +18,8 @@ from ckptfs.catalog.database import Database
 from ckptfs.coherence import chain, key_state, keys, merge
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, Value, build_names_prefix, encode_key
-from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, log_unreadable, parse_key, parse_value
+from ckptfs.coherence.unreadable_keys import log_unreadable
+from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
 from ckptfs.store.kv import Get, Outcome, prefix_end
 
 

@@ -1,17 +1,15 @@
 """The fields and types of values of the store, one table for each kind of key, and their version.
 
 The store is shared with other nodes, so its values are checked like a message of a peer: known fields only, each of its type and within its
-bounds. A value that fails is *unreadable*: it stays in the store, one log line names its key, and every read of it yields `UNREADABLE`. The
-name or inode that it belongs to answers EIO; everything else goes on. The next change of the key on a node overwrites it.
+bounds. A value that fails is *unreadable*: it stays in the store, the log and `ckptfs status` name its key, and every read of it yields
+`UNREADABLE`. The name or inode that it belongs to answers EIO; everything else goes on.
 
 `FORMAT_VERSION` grows when a value gets a field that an older ckptfs would not know. The key `format` holds it, and which ckptfs wrote it
 first. A node that knows less takes no part.
 """
 
 import base64
-import functools
 import json
-import logging
 import re
 import stat
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -36,10 +34,9 @@ from ckptfs.coherence.keys import (
     decode_key,
     decode_value,
 )
+from ckptfs.coherence.unreadable_keys import log_unreadable
 from ckptfs.errors import CkptfsError, StoreTooNew
 from ckptfs.store.kv import Compare, CompareTarget, Item, Put
-
-log = logging.getLogger(__name__)
 
 UNREADABLE = b"null"
 """Stands for a value that is not readable; it is no value of any kind."""
@@ -314,12 +311,6 @@ def decode_item(item: Item) -> Value | None:
     """Return the fields of an item; None if its key or value is none of ckptfs."""
     key = parse_key(item.key)
     return None if key is None else decode_value(parse_value(key, item))
-
-
-@functools.lru_cache(1024)
-def log_unreadable(raw_key: bytes, revision: int, fault: str) -> None:
-    """Log once what is wrong with a value of the store."""
-    log.error("etcd key %a: not readable: %s; the name or inode answers EIO (delete the key, or change the file again)", raw_key, fault)
 
 
 def check_format(items: tuple[Item, ...], release: str) -> tuple[Compare, Put] | None:

@@ -26,15 +26,17 @@ from ckptfs import limits
 from ckptfs.catalog import identity, namespace, summary
 from ckptfs.catalog.inodes import get
 from ckptfs.clique import locations, membership
-from ckptfs.coherence import key_state, keys, store_loss, value_checks
+from ckptfs.coherence import key_state, keys, store_loss, unreadable_keys, value_checks
 from ckptfs.coherence.keys import CONTENT, COPY, INODE, JOURNAL_ROW, LAST_COMMIT, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey
 from ckptfs.errors import InvalidArgument, StoreTooNew
+from ckptfs.flow.check_values import TROUBLE as TROUBLE_OF_VALUES
+from ckptfs.flow.check_values import CheckValues
 from ckptfs.limits import KIB
 from ckptfs.model import ROOT
 from ckptfs.protocol import control_pb2
 from ckptfs.series import Series
 from ckptfs.series.search import KnownSets, _Search
-from ckptfs.store.kv import Get, Item, Outcome, Put
+from ckptfs.store.kv import Delete, Get, Item, Outcome, Put
 
 
 def play(root: Path, act: Callable[[Node, Node], Awaitable[None]]) -> None:
@@ -278,6 +280,37 @@ async def test_a_name_that_is_unreadable_answers_eio(a: Node, b: Node, raw: byte
     assert not a.sharing.is_disconnected and not b.sharing.is_disconnected
     put(a, SharedKey(NAME, ROOT, b"bad"), keys.encode_fields({"child": (await b.stat("good")).id, "type": 0o100000}))
     assert await fails(lambda: b.stat("bad")) == 0
+
+
+def look(node: Node) -> dict[str, Any] | None:
+    """What the status names after the mount and then the mover of a node have looked."""
+    unreadable_keys.record_found(node.db)
+    CheckValues(node.db, MemoryStore(node.store.etcd), "run").step()
+    found = summary.list_troubles(node.db, TROUBLE_OF_VALUES)
+    return found[0][1] if found else None
+
+
+@two_nodes
+async def test_the_status_names_what_is_unreadable_until_it_is_put_right(a: Node, b: Node) -> None:
+    """The count, one key with its path, and what to do. Another bad value is found by the next look, a deleted key ends it."""
+    await a.build("one", "two")
+    made = await a.stat("one")
+    before = MemoryStore(a.store.etcd).read([Get(keys.encode_key(SharedKey(INODE, made.id)))]).results[0][0].value
+    assert look(a) is None
+    put(a, SharedKey(INODE, made.id), b"garbage")
+    put(a, SharedKey(NAME, ROOT, b"two"), b"{}")
+    assert await fails(lambda: a.stat("one")) == await fails(lambda: a.stat("two")) == errno.EIO
+    for _ in range(2):
+        found = look(a)
+        assert found is not None and found["what"].startswith("2 keys of etcd") and found["path"] in ("one", "two")
+        assert f"/ckptfs/run/{'i/' if found['path'] == 'one' else 'e/'}" in found["what"] and "before revision" in found["remedy"]
+    put(a, SharedKey(INODE, made.id), b"other garbage")
+    MemoryStore(a.store.etcd).commit([], [Delete(keys.encode_key(SharedKey(NAME, ROOT, b"two")))])
+    look(a)
+    found = look(a)
+    assert found is not None and found["what"].startswith("a key of etcd is") and found["path"] == "one"
+    put(a, SharedKey(INODE, made.id), before)
+    assert look(a) is None and (await b.stat("one")).id == made.id
 
 
 @two_nodes

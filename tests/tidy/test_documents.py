@@ -43,8 +43,8 @@ COMMANDS = ("setup", "demo", "test", "lint", "bench", "install", "uninstall", "d
 # Programs of others that the documents call.
 UNKNOWN = "unknown program"
 OTHERS = {
-    "apt", "cd", "cp", "docker", "install", "kubectl", "mkdir", "python", "rm", "sbatch", "scancel", "scontrol", "sinfo", "squeue",
-    "systemctl", "umount",
+    "apt", "cd", "cp", "docker", "etcdctl", "install", "kubectl", "mkdir", "python", "rm", "sbatch", "scancel", "scontrol", "sinfo",
+    "squeue", "systemctl", "umount",
 }  # fmt: skip
 CHANGES = {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits"}
 PATH = re.compile(r"`((?:tests|bench|demo|deploy|ckptfs|daemon|client)/[\w./-]+)`")

@@ -23,6 +23,7 @@ from ckptfs.coherence import pfs_coordination
 from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
+from ckptfs.flow.check_values import CheckValues
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
 from ckptfs.flow.host import Host
 from ckptfs.flow.inspect_file import InspectFile
@@ -80,6 +81,7 @@ class ClusterServices:
         self._take_over = TakeOver(db, notify, self.cluster)
         self._keep_island = KeepIsland(db, tiers, config)
         self._salvage = Salvage(db, tiers, notify, self.cluster)
+        self._check_values = CheckValues(db, self._store, config.cluster)
         self._inspect_file = InspectFile(db, notify, self.cluster)
         self._reconcile = Reconcile(db, tiers, notify, self.cluster, self._host.reported_unneeded)
         self._drop_dead_records = DropDeadRecords(db, self.cluster)
@@ -90,12 +92,12 @@ class ClusterServices:
     def list_flows(self) -> list[tuple[str, Flow]]:
         """Return (name, flow) of the lanes of a cluster. A read-only mount gives other nodes nothing."""
         if self._config.is_read_only:
-            return [("inspect", self._inspect_file)]
+            return [("inspect", self._inspect_file), ("values", self._check_values)]
         return [
             ("replicate", self._replicate), ("announce", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
             ("salvage", self._salvage), ("inspect", self._inspect_file), ("host", self._host),
             ("early copies", self._early_replication), ("copy open files", self._periodic_replication),
-            ("dead records", self._drop_dead_records),
+            ("dead records", self._drop_dead_records), ("values", self._check_values),
             *([("take over", self._take_over), ("island copies", self._keep_island)] if self._config.pfs is not None else ()),
             *((f"fsync copies {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
         ]  # fmt: skip

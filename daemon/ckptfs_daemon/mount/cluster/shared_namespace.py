@@ -27,7 +27,7 @@ from ckptfs import limits
 from ckptfs.catalog import handles, identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
-from ckptfs.coherence import chain, commit, conflict, key_state, read, reintegrate, store_loss, value_checks
+from ckptfs.coherence import chain, commit, conflict, key_state, read, reintegrate, store_loss, unreadable_keys, value_checks
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.keys import INODE, NAME, SharedKey, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
@@ -394,8 +394,9 @@ class SharedNamespace(LocalNamespace):
             await trio.sleep(limits.SHARED_REPORT_S if after else limits.FORGET_INTERVAL_S)
 
     async def report_store(self) -> None:
-        """Record how far the store has come, and whether all nodes have adopted it."""
+        """Record how far the store has come, what in it is unreadable, and whether all nodes have adopted it."""
         store_loss.record_revision(self.db, *self._store.epoch_and_revision)
+        unreadable_keys.record_found(self.db)
         is_open = store_loss.is_adopting(self.db) or store_loss.get_adoption_step(self.db) is not None
         if is_open and not self.is_disconnected:
             with contextlib.suppress(StoreUnreachable):
