@@ -121,8 +121,13 @@ def lookup(db: Database, parent: int, name: bytes) -> Inode:
 
 def require_allowed_name(parent: int, name: bytes) -> None:
     """Raise EPERM for a new name that ckptfs uses for itself on the PFS."""
-    if name.startswith(RESERVED_NAME) and (name.startswith(RESERVED_PREFIX) or (parent == ROOT and name == RESERVED_NAME)):
+    if is_reserved_name(parent, name):
         raise posix_error(errno.EPERM)
+
+
+def is_reserved_name(parent: int, name: bytes) -> bool:
+    """Return True for a name that ckptfs uses for itself on the PFS."""
+    return name.startswith(RESERVED_NAME) and (name.startswith(RESERVED_PREFIX) or (parent == ROOT and name == RESERVED_NAME))
 
 
 def check_name_length(name: bytes) -> bytes:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from ckptfs import limits
-from ckptfs.catalog import history, set_members
+from ckptfs.catalog import history, namespace, set_members
 from ckptfs.coherence.keys import (
     CONTENT,
     COPY,
@@ -36,6 +36,7 @@ from ckptfs.coherence.keys import (
 )
 from ckptfs.coherence.unreadable_keys import log_unreadable
 from ckptfs.errors import CkptfsError, StoreTooNew
+from ckptfs.model import HISTORY_NAME, ROOT
 from ckptfs.store.kv import Compare, CompareTarget, Item, Put
 
 UNREADABLE = b"null"
@@ -81,6 +82,7 @@ def _is_between(low: int, high: int) -> Check:
 
 
 _is_int, _is_count, _is_id = (_is_between(low, _INT_MAX) for low in (-_INT_MAX, 0, 1))
+_is_generation = _is_between(0, limits.GENERATION_MAX)
 _is_owner = _is_between(0, 2**32 - 2)
 """-1 is no user to the kernel: a chown to it changes nothing."""
 
@@ -115,6 +117,14 @@ def _is_one_of(kind: type, accepted: Container[object]) -> Check:
     return lambda value: type(value) is kind and value in accepted
 
 
+def _is_c_string(bytes_max: int) -> Check:
+    """Return the check of bytes in latin-1 that a system call takes: not empty, and without NUL."""
+    return lambda value: isinstance(value, str) and _is_bytes_text(value) and 0 < len(value) <= bytes_max and "\0" not in value
+
+
+_is_target = _is_c_string(limits.PATH_BYTES_MAX)
+
+
 def _is_key(value: object) -> bool:
     """Return True for a key of a shared value, as its bytes in latin-1."""
     try:
@@ -124,12 +134,20 @@ def _is_key(value: object) -> bool:
 
 
 def _is_xattrs(value: object) -> bool:
-    if not isinstance(value, dict) or not all(_is_bytes_text(name) and isinstance(held, str) for name, held in value.items()):
+    if not isinstance(value, dict) or not all(_is_xattr_name(name) and isinstance(held, str) for name, held in value.items()):
         return False
     try:
         return all(_is_xattr(name, base64.b64decode(held, validate=True)) for name, held in value.items())
     except ValueError:
         return False
+
+
+def _is_xattr_name(value: object) -> bool:
+    """Return True for an attribute that programs may set, or one of ckptfs itself.
+
+    Write-back sets them as root.
+    """
+    return isinstance(value, str) and value.startswith(("user.", "trusted.", "ckptfs.")) and _is_c_string(limits.NAME_BYTES_MAX)(value)
 
 
 def _is_xattr(name: str, value: bytes) -> bool:
@@ -140,6 +158,11 @@ def _is_xattr(name: str, value: bytes) -> bool:
 
 def _or_none(check: Check) -> Check:
     return lambda value: value is None or check(value)
+
+
+def _is_reserved(parent: int, name: bytes) -> bool:
+    """Return True for a name that no program can make: write-back would take it for one of its own."""
+    return namespace.is_reserved_name(parent, name) and (parent, name) != (ROOT, HISTORY_NAME)
 
 
 def _is_list_of(*checks: Check) -> Check:
@@ -180,8 +203,8 @@ def _is_salvage_record(value: object) -> bool:
 
 
 _SALVAGE_RECORD: Mapping[str, Check] = {
-    "node": _or_none(_is_count), "content": _or_none(_is_id), "generation": _is_count, "mtime_ns": _is_int, "shows": _or_none(_is_id),
-    "shown": _is_count,
+    "node": _or_none(_is_count), "content": _or_none(_is_id), "generation": _is_generation, "mtime_ns": _is_int, "shows": _or_none(_is_id),
+    "shown": _is_generation,
 }  # fmt: skip
 _is_whole, _is_text = (lambda value: type(value) is int), (lambda value: isinstance(value, str))
 
@@ -200,13 +223,13 @@ _RECORDS: Mapping[str, Check] = {
         },
         {"is_group": _is_flag},
     ),
-    set_members.CLAIM_XATTR.decode(): _is_record({"node": _is_count, "content": _or_none(_is_id), "generation": _is_count}),
+    set_members.CLAIM_XATTR.decode(): _is_record({"node": _is_count, "content": _or_none(_is_id), "generation": _is_generation}),
     set_members.PRODUCER_XATTR.decode(): _is_record(
         {"host": _is_text, "pid": _is_whole}, {"command": _is_text, "job": _is_text, "rank": _is_text}
     ),
 }  # fmt: skip
 """Extended attributes of ckptfs itself that are JSON."""
-_PUBLISHED = _or_none(_is_list_of(_is_int, _is_flag, _is_count, _is_int, _is_count, _or_none(_is_digest)))
+_PUBLISHED = _or_none(_is_list_of(_is_generation, _is_flag, _is_count, _is_int, _is_count, _or_none(_is_digest)))
 _NAMES_OF_OPERATIONS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(("make", "link", "unlink", "rmdir"), frozenset({"parent", "name"})),
     **dict.fromkeys(("rename", "exchange"), frozenset({"parent", "name", "new_parent", "new_name"})),
@@ -221,14 +244,15 @@ REQUIRED: Mapping[str, Mapping[str, Check]] = {
     NAME: {"child": _is_id, "type": _is_one_of(int, _KINDS_OF_FILES)},
     INODE: {
         "mode": _is_mode, "uid": _is_owner, "gid": _is_owner, "rdev": _is_between(0, 2**32 - 1), "atime_ns": _is_int, "birth_ns": _is_int,
-        "target": _or_none(_is_bytes_text), "content": _or_none(_is_id), "generation": _is_count, "parent": _is_count, "complete": _is_flag,
+        "target": _or_none(_is_target), "content": _or_none(_is_id), "generation": _is_generation, "parent": _is_count,
+        "complete": _is_flag,
     },
     TIMES: {"mtime_ns": _is_int, "ctime_ns": _is_int},
     CONTENT: {
-        "node": _is_count, "inode": _is_count, "generation": _is_count, "state": lambda value: value in range(5), "size": _is_count,
+        "node": _is_count, "inode": _is_count, "generation": _is_generation, "state": lambda value: value in range(5), "size": _is_count,
         "digest": _or_none(_is_digest), "closed_ns": _is_int,
     },
-    COPY: {"generation": _is_count, "digest": _is_digest},
+    COPY: {"generation": _is_generation, "digest": _is_digest},
     LAST_COMMIT: {"deleted": _is_each(_is_key)},
     PFS_NAME: {"inode": _is_count},
     PFS_STATE: {"names": _is_each(_is_list_of(_is_id, is_name))},
@@ -260,6 +284,7 @@ OPTIONAL: Mapping[str, Mapping[str, Check]] = {
 }  # fmt: skip
 
 _ALWAYS: Mapping[str, Check] = {PRIOR_REVISION: _is_list_of(_is_int, _is_int)}
+_PLACES = (("parent", "name"), ("new_parent", "new_name"))
 _OF_FILES = ("names", "size", "mtime_ns", "ctime_ns")
 
 
@@ -273,9 +298,28 @@ def find_fault(key: SharedKey, raw: bytes) -> str:
         return "it is not JSON"
     if not isinstance(value, dict):
         return "it has no fields"
-    if fault := _find_field_fault(value, REQUIRED[key.kind], OPTIONAL[key.kind]) or _find_missing(key.kind, value):
-        return fault
-    return "it is in itself" if key.number in (value.get("parent"), value.get("child")) and key.kind in (NAME, INODE) else ""
+    return _find_field_fault(value, REQUIRED[key.kind], OPTIONAL[key.kind]) or _find_contradiction(key, value)
+
+
+def _find_contradiction(key: SharedKey, value: Mapping[str, Any]) -> str:
+    """Return what is wrong with fields that are right one by one."""
+    if missing := _find_missing(key.kind, value):
+        return missing
+    if key.kind in (NAME, INODE) and key.number in (value.get("parent"), value.get("child")):
+        return "it is in itself"
+    names = [(key.number, key.name)] if key.kind == NAME else []
+    if key.kind == INODE:
+        if stat.S_ISDIR(value["mode"]) and ("names" in value or value["content"] is not None):
+            return "it is a directory and a file"
+        names = [(parent, name.encode("latin-1")) for parent, name in value.get("names", ())]
+        if len(set(names)) < len(names):
+            return "it has one name twice"
+    elif key.kind == JOURNAL_ROW:
+        names = [(value[parent], value[name].encode("latin-1")) for parent, name in _PLACES if name in value and parent in value]
+    if reserved := [name for name in names if _is_reserved(*name)]:
+        return f"the name {reserved[0][1]!a} is reserved for ckptfs"
+    is_sealed = key.kind == CONTENT and value["digest"] is not None
+    return "it is too large to be sealed" if is_sealed and value["size"] > limits.FILE_BYTES_MAX else ""
 
 
 def _find_missing(kind: str, value: Mapping[str, Any]) -> str:

@@ -56,6 +56,9 @@ BAD_FILES: list[dict[str, Any]] = [
     {"mode": "0644"}, {"uid": -1}, {"uid": 2**32 - 1}, {"gid": 2**32}, {"rdev": 2**32},
     {"uid = 7777, gid": 0}, {"names": [[1, "../../x"]]}, {"names": [[1, ".."]]}, {"names": [[1, "a\0"]]},
     {"names": "f"}, {"size": True}, {"size": 2**63}, {"content": 0}, {"xattrs": {"user.x": "no base64"}}, {"missed": "{"}, {"mode": 0o644},
+    {"target": "a\0b"}, {"target": ""}, {"target": 4096 * "x"}, {"names": [[1, "f"], [1, "f"]]}, {"names": [[1, ".ckptfs.0a0a0a0a.1"]]},
+    {"names": [[1, ".ckptfs"]]}, {"names": [[2, ".ckptfs.history"]]}, {"mode": 0o040755}, {"generation": 2**62 + 1},
+    {"xattrs": {"user.a\0b": ""}}, {"xattrs": {"": ""}}, {"xattrs": {"security.capability": ""}}, {"xattrs": {"user." + 251 * "x": ""}},
     {"target": 7}, {"xattrs": {"user.x": "\xe9"}}, {"missed": "[" * 100_000}, {"missed": '{"content":7}'}, {"missed": MISSED % "[]"},
 ]  # fmt: skip
 SAMPLES: dict[str, dict[str, Any]] = {
@@ -179,6 +182,31 @@ def test_a_field_name_never_becomes_sql(tmp_path: Path) -> None:
     with key_state.change_unmarked(node.db):
         keys.write_value(node.db, SharedKey(INODE, 9), {**FILE, "uid = 7777, gid": 0})
     assert get(node.db, 9).uid == 0
+
+
+@pytest.mark.parametrize(
+    ("parent", "name", "is_refused"),
+    [
+        (ROOT, b".ckptfs", True), (8, b".ckptfs", False), (ROOT, b".ckptfs.history", False), (8, b".ckptfs.history", True),
+        (8, b".ckptfs.0a0a0a0a.1", True), (8, b".ckptfs.parked.1", True), (8, b"f.ckptfs-conflict-a-1", False), (8, b".ckptfsx", False),
+    ],
+)  # fmt: skip
+def test_no_name_of_the_tree_is_one_that_write_back_uses_itself(parent: int, name: bytes, is_refused: bool) -> None:
+    """Write-back of any node would remove such a file from the PFS as a leftover, or put it in place of its work directory."""
+    row = {**SAMPLES[JOURNAL_ROW], "op": "make", "parent": parent, "name": name.decode()}
+    move = {**row, "op": "rename", "name": "f", "new_parent": parent, "new_name": name.decode()}
+    values = [(NAME, SAMPLES[NAME]), (INODE, {**FILE, "names": [[parent, name.decode()]]}), (JOURNAL_ROW, row), (JOURNAL_ROW, move)]
+    for kind, value in values:
+        key = SharedKey(kind, parent if kind == NAME else 9, name if kind == NAME else b"")
+        assert ("reserved" in value_checks.find_fault(key, keys.encode_fields(value))) == is_refused, kind
+
+
+def test_a_sealed_content_is_no_larger_than_what_is_ever_sealed() -> None:
+    """A file on the PFS, or one whose writer passed the end by far, may be larger: it has no digest."""
+    key, content = SharedKey(CONTENT, 9), {**SAMPLES[CONTENT], "size": limits.FILE_BYTES_MAX}
+    assert not value_checks.find_fault(key, keys.encode_fields(content))
+    assert value_checks.find_fault(key, keys.encode_fields({**content, "size": limits.FILE_BYTES_MAX + 1}))
+    assert not value_checks.find_fault(key, keys.encode_fields({**content, "size": 2**62, "digest": None, "state": 1}))
 
 
 @pytest.mark.parametrize("deleted", ["garbage", f"i/{2**63:016x}", "e/1/x", "\u0100"])
