@@ -16,7 +16,8 @@ from ckptfs import limits
 from ckptfs.catalog import contents, history, peer_copies, summary
 from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.clique import locations
-from ckptfs.model import ROOT, Inode, Level, Tier
+from ckptfs.errors import ContentLost
+from ckptfs.model import ROOT, ContentState, Inode, Level, Tier
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.server_limits import RefusedCalls
 from ckptfs.store.kv import Put
@@ -60,7 +61,7 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             content = close(one, inode)
             await one.sharing.wait_published()
             await three.stat("file")
-            waiting = LevelCheck(three.db, inode.id, wanted)
+            waiting = LevelCheck(three.db, inode.id, wanted, figures.load_file)
             figures.refresh_files([inode.id])
             assert not waiting.check_next({}).done, "it is not sealed"
             seal(one, inode, content)
@@ -76,8 +77,54 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
             figures.refresh_files([inode.id])
             level = {Level.LOCAL: Level.NONE, Level.CLIQUE: Level.LOCAL}.get(wanted, wanted) if gone else wanted
             assert summary.get_level(three.db, inode.id) is level and waiting.check_next({}).done is (level is wanted)
+            assert waiting.check_next({}).blocked_by == ("no node that is alive has a copy" if level is Level.NONE else "")
 
         await running([one, two, three], act)
+
+    in_virtual_time(run)
+
+
+@pytest.mark.parametrize("wanted", [Level.LOCAL, Level.CLIQUE, Level.PFS])
+@pytest.mark.parametrize("place", ["nowhere", "node", "pfs"])
+def test_a_wait_elsewhere_for_a_file_that_its_writer_has_lost_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: Level, place: str
+) -> None:
+    """D12: unless another node or the PFS has it. A list says the same."""
+    monkeypatch.setattr(limits, "COPIES_FRESH_S", 0.0)
+
+    async def run() -> None:
+        etcd = MemoryEtcd()
+        one, two = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2))
+        for node in (one, two):
+            peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2, 3)])
+        figures = ClusterFigures(cast(Any, None), two.db, two.store)
+
+        async def act() -> None:
+            inode = await one.make("file")
+            content = close(one, inode)
+            seal(one, inode, content)
+            if place == "node":
+                locations.CopyRecords(MemoryStore(etcd), two.db, 3).announce([(_sealed(one, content), True)])
+            elif place == "pfs":
+                put(etcd, f"x/{ROOT:016x}/file", {"inode": inode.id})
+                published = [1, 1, 3, 2, 77, DIGEST.hex()]
+                put(etcd, f"f/{inode.id:016x}", {"names": [[ROOT, "file"]], "seen": [77, stat.S_IFREG, 0, 0], "published": published})
+            await one.sharing.wait_published()
+            await two.stat("file")
+            waiting = LevelCheck(two.db, inode.id, wanted, figures.load_file)
+            contents.set_state(one.db, content, ContentState.LOST)
+            await one.sharing.wait_published()
+            figures.refresh_files([inode.id])
+            found = figures.load_file(inode.id)
+            assert found is not None and found.record.content is not None
+            assert (found.record.content.state is ContentState.LOST) is (place != "node")
+            if place == "nowhere":
+                with pytest.raises(ContentLost, match="file is lost"):
+                    waiting.check_next({})
+            else:
+                waiting.check_next({})
+
+        await running([one, two], act)
 
     in_virtual_time(run)
 

@@ -14,15 +14,16 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import trio
 
 from ckptfs import limits
-from ckptfs.catalog import identity, peer_copies, remote_contents
+from ckptfs.catalog import identity, peer_copies, remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.identity import list_last_members
+from ckptfs.catalog.summary import ListedFile
 from ckptfs.clique import locations, membership, placement
 from ckptfs.clique.certificates import Identity
 from ckptfs.clique.membership import ClusterView, Node
@@ -32,6 +33,7 @@ from ckptfs.config import Config
 from ckptfs.config.schema import is_loopback
 from ckptfs.errors import CkptfsError, Compacted
 from ckptfs.flow.replicate.peer_queues import PeerLoad
+from ckptfs.model import ContentState
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.store.etcd import EtcdStore, open_store
 from ckptfs.store.kv import Get, Put, Store, read_all
@@ -207,6 +209,7 @@ class ClusterFigures:
         self._probed = CachedFigure(self._build_probed_cluster, limits.CLUSTER_FIGURES_FRESH_S)
         self._refresh_lock = threading.Lock()
         self._refreshed_s: dict[int, float] = {}
+        self._lost: set[int] = set()
         self._read_s: dict[int, float] = {}
 
     def get_rejections(self) -> dict[str, dict[str, int]]:
@@ -243,8 +246,18 @@ class ClusterFigures:
         with contextlib.suppress(CkptfsError), self._refresh_lock:
             contents = _list_due(self._refreshed_s, contents)
             for start in range(0, len(contents), locations.LOAD_CONTENTS_MAX):
-                locations.refresh(self._db, self._store, contents[start : start + locations.LOAD_CONTENTS_MAX], own_number)
+                found = locations.refresh(self._db, self._store, contents[start : start + locations.LOAD_CONTENTS_MAX], own_number)
+                self._lost = self._lost - found.keys() | {number for number, one in found.items() if one.is_lost and not one.copies}
             self._refreshed_s |= dict.fromkeys(contents, time.monotonic())
+            self._lost &= self._refreshed_s.keys()
+
+    def load_file(self, inode: int) -> ListedFile | None:
+        """Return a file of the catalog. A content is LOST if its writer on another node has lost it."""
+        found = summary.get_listed_file(self._db, inode)
+        content = None if found is None else found.record.content
+        if found is None or content is None or content.id not in self._lost:
+            return found
+        return replace(found, record=replace(found.record, content=replace(content, state=ContentState.LOST)))
 
     def find_missing_domains(self) -> str:
         """Say why no file can reach the level clique now; "" if enough failure domains have a live node."""

@@ -8,6 +8,7 @@ tree stays cheap. Changes made after the wait began do not count: it ends at the
 """
 
 import errno
+import functools
 import stat
 import threading
 import time
@@ -60,17 +61,18 @@ class LevelCheck:
     the checkpoint may still be chosen; else InvalidArgument is raised.
     """
 
-    def __init__(self, db: Database, inode: int, wanted: Level) -> None:
-        if summary.get_listed_file(db, inode) is None:
+    def __init__(self, db: Database, inode: int, wanted: Level, load_file: Callable[[int], ListedFile | None]) -> None:
+        if load_file(inode) is None:
             raise posix_error(errno.ENOENT)
         self._db = db
+        self._load_file = load_file
         self._wanted = wanted
         self._end = summary.get_journal_end(db)
         self._held = inode if wanted is Level.PFS and pfs_hold.is_held(db, inode) else None
         self._remaining = deque(sorted(namespace.list_inodes_below(db, inode)))
         self._bytes: dict[int, int] = {}
         self._non_files: set[int] = set()
-        self._has_writers = False
+        self._has_writers = self._is_on_dead_nodes = False
 
     @property
     def remaining_sample(self) -> list[int]:
@@ -82,7 +84,7 @@ class LevelCheck:
 
         Raises ContentLost if one will never have the level.
         """
-        self._has_writers = False
+        self._has_writers = self._is_on_dead_nodes = False
         incomplete_count = 0
         for _ in range(min(len(self._remaining), CHECKED_MAX)):
             inode = self._remaining.popleft()
@@ -102,12 +104,14 @@ class LevelCheck:
         progress = pb.Progress(done=not self._remaining, files_left=files, bytes_left=size, changes_left=len(self._non_files))
         if self._has_writers:
             progress.blocked_by, progress.remedy = "a file is still open for writing", "close it"
+        elif self._is_on_dead_nodes:
+            progress.blocked_by, progress.remedy = "no node that is alive has a copy", START_NODES
         elif self._held is not None and pfs_hold.is_held(self._db, self._held):
             progress.blocked_by = "a retention rule sends only some sets to the PFS, and this one is not complete yet"
         return progress
 
     def _check_inode(self, inode: int) -> bool:
-        found = summary.get_listed_file(self._db, inode)
+        found = self._load_file(inode)
         if found is None or (self._wanted is Level.PFS and self._is_left_out(inode)):
             return True
         if not stat.S_ISREG(found.mode):
@@ -122,6 +126,7 @@ class LevelCheck:
             # A closed file survives the processes of the daemon, but only a sealed one is a checkpoint.
             self._has_writers |= content.state is ContentState.OPEN
             return False
+        self._is_on_dead_nodes |= content is not None and content.is_remote and found.level is Level.NONE
         if self._wanted is not Level.PFS:
             return found.level.rank >= self._wanted.rank
         return found.level is Level.PFS and not summary.has_pending(self._db, inode, self._end)
@@ -152,6 +157,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         self._db = db
         self._tiers = tiers
         self._cluster = cluster
+        self._load_file = cluster.load_file if cluster is not None else functools.partial(summary.get_listed_file, db)
         self._figures = StatusFigures(config, db, tiers)
         self._waits = threading.BoundedSemaphore(limits.CONTROL_WAITS_MAX)
 
@@ -207,7 +213,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     def _build_record(self, inode: int, under_way: dict[str, Any], *, trees: bool) -> pb.Record:
         asked, inode = inode, history_names.get_known_number(self._db, inode)
-        found = summary.get_listed_file(self._db, inode) if is_inode_number(inode) else None
+        found = self._load_file(inode) if is_inode_number(inode) else None
         if found is None:
             return pb.Record(inode=asked, known=False)
         answer = pb.Record(
@@ -280,7 +286,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         return Level(text)
 
     def _check_level(self, inode: int, wanted: Level) -> Iterator[pb.Progress]:
-        level_check = LevelCheck(self._db, inode, wanted)
+        level_check = LevelCheck(self._db, inode, wanted, self._load_file)
         self._wake_lanes()  # A wait does not depend on a hint that may be lost.
         pause, before, refreshed_at = POLL_FIRST_S, pb.Progress(), 0.0
         while True:
