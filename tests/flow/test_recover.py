@@ -106,6 +106,34 @@ def test_damage_is_looked_for_after_a_crash_only(is_clean: bool, node: Node) -> 
             database.check_file(node.db.path)
 
 
+@pytest.mark.parametrize(("value", "is_refused"), [(b"a_long_name", True), (b"one_target", False)])
+def test_a_bit_that_flips_after_a_clean_end_is_noticed_at_the_start(
+    node: Node, value: bytes, is_refused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """P4: a name that differs from its index refuses the start. Another value is logged, and the tiers are checked."""
+    node.make_sealed(b"a_long_name", b"data")
+    node.db.run("UPDATE inode SET target = ? WHERE id = (SELECT max(id) FROM inode)", b"one_target")
+    path = node.db.path
+
+    def end() -> None:
+        database.record_clean_end(node.db)
+        node.db.run("PRAGMA wal_checkpoint(TRUNCATE)")
+        node.db.close()
+        database.record_digest(path)
+
+    end()
+    assert database.check_file(path) and not caplog.records
+    end()
+    whole = path.read_bytes()
+    place = whole.index(value)
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    if is_refused:
+        with pytest.raises(CatalogDamaged, match="damaged"):
+            database.check_file(path)
+    else:
+        assert not database.check_file(path) and "not as the last daemon left it" in caplog.text
+
+
 def test_a_lost_ram_leaves_what_is_elsewhere_and_names_the_rest(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     names = (b"on_nvme", b"on_pfs", b"sealed", b"closed", b"work_area")
     contents = {name: node.make(name, name, tier=Tier.PFS if name == b"work_area" else Tier.RAM) for name in names[:3] + names[4:]}

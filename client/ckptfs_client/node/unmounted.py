@@ -24,7 +24,10 @@ from ckptfs_client.json_answers import MountJson
 from ckptfs_client.mounts import list_mounts
 
 CATALOG = "catalog.db"
-OURS = (CATALOG, "catalog.db-wal", "catalog.db-shm", "processes.json", "ckptfsd.log", "ckptfsd.log.1", mount_record.FILE_NAME, "lock")
+OURS = (
+    CATALOG, "catalog.db-wal", "catalog.db-shm", "catalog.db.digest", "processes.json", "ckptfsd.log", "ckptfsd.log.1",
+    mount_record.FILE_NAME, "lock",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,8 +177,10 @@ def _release_ram_tier(config: Config, ended_cleanly: bool) -> None:
             log.info("%s: the RAM tier stays mounted: it holds the only copies of %d files", config.state / "ram", only_copies)
         elif state_directory.release_ram_tier(config):
             copies.delete_tier(db, Tier.RAM)
-        if ended_cleanly and _sync_nvme(config):
+        if is_clean := ended_cleanly and _sync_nvme(config):
             database.record_clean_end(db)
+    if is_clean:
+        database.record_digest(config.state / "catalog.db")
 
 
 def _sync_nvme(config: Config) -> bool:
