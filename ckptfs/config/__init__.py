@@ -152,8 +152,8 @@ def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
         also = f", config, and the mount options {flags}" if flags else ""
         remedy = "several addresses are joined by '+', as in etcd=e1:2379+e2:2379" if re.fullmatch(r"[\w.\[\]:-]+:\d+", name) else ""
         near = difflib.get_close_matches(name, [*SETTINGS_BY_NAME, *(MOUNT_FLAGS if kind == "option" else ())], n=1)
-        remedy = remedy or (f"did you mean {near[0]}?" if near else "")
-        raise ConfigError(f"unknown {kind} {name!r}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
+        meant = f", did you mean {near[0]}?" if near and not remedy else ""
+        raise ConfigError(f"unknown {kind} {name!r}{meant}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
     return _parse_value(key, text)
 
 
@@ -249,9 +249,11 @@ def resolve_config(config: Config) -> Config:
 
 
 def _check_standalone(config: Config) -> Config:
-    """Refuse settings of a cluster without `cluster`: they would have no effect."""
-    unset = {field.name: field.default for field in fields(Config)}
-    given = [key.name for key in CLUSTER_SETTINGS if getattr(config, key.field) != unset[key.field]]
+    """Refuse settings of a cluster without `cluster`, which have no effect; a file may say defaults."""
+    unset, origins = {field.name: field.default for field in fields(Config)}, dict(config.origins)
+    given = [
+        key.name for key in CLUSTER_SETTINGS if origins.get(key.field) == COMMAND_LINE or getattr(config, key.field) != unset[key.field]
+    ]
     if given:
         raise ConfigError(f"{given[0]} was given without cluster", remedy=f"give cluster=NAME, or leave out {', '.join(given)}")
     if config.fsync is Level.CLIQUE:

@@ -93,7 +93,10 @@ def test_a_second_mount_is_refused(place: DaemonUnderTest) -> None:
 def test_bad_options_are_refused_by_name(place: DaemonUnderTest) -> None:
     """P11, with mount(8)'s exit code for usage; nothing is left behind."""
     result = mount(place, "pfss=/x")
-    assert result.returncode == 1 and "mount.ckptfs: unknown option 'pfss'; accepted: mountpoint, state, ram" in result.stderr
+    assert (
+        result.returncode == 1
+        and "mount.ckptfs: unknown option 'pfss', did you mean pfs?; accepted: mountpoint, state, ram" in result.stderr
+    )
     result = helper("mount", place.name, place.root / "none", "-o", options(place))
     assert result.returncode == 1 and "No such file or directory" in result.stderr
     assert helper("mount", place.name).returncode == 1

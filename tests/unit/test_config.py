@@ -172,7 +172,7 @@ def test_the_file_is_read_and_options_win(place: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rma = '1G'", "unknown key 'rma'; accepted: mountpoint, state, ram,"),
+        ("rma = '1G'", "unknown key 'rma', did you mean ram?; accepted: mountpoint, state, ram,"),
         ("ram = true", "not a value"),
         ("noatime = ''", "unknown key 'noatime'"),
         ("[tier]\nram = '1G'", "unknown key 'tier'"),
@@ -300,6 +300,7 @@ TRIED = {"cluster": "c", "etcd": "127.0.0.1:2379", "node": "n", "listen": "127.0
     ("changes", "words"),
     [
         ({"cluster": None}, "etcd was given without cluster"),
+        (dict.fromkeys(TRIED) | {"fsync": "local", "replication_factor": "2"}, "replication_factor was given without cluster"),
         ({"cluster": None, "etcd": None, "node": None, "listen": None, "insecure": None, "replication_factor": "3"}, "without cluster"),
         ({"etcd": None}, "without etcd"),
         ({"etcd": "localhost"}, "is not an address; accepted: HOST:PORT"),
@@ -356,7 +357,7 @@ def test_a_mistyped_option_is_answered_with_the_nearest_one(option: str, near: s
     """P11."""
     with pytest.raises(ConfigError) as refused:
         config.load("n", Path("/"), {option: "1"})
-    assert refused.value.remedy == (f"did you mean {near}?" if near else "")
+    assert f"{option!r}{f', did you mean {near}?' if near else ''}; accepted: " in str(refused.value)
 
 
 RULES = """
