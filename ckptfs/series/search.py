@@ -112,6 +112,9 @@ class MemberReader(Protocol[Entry]):
         `files` has their paths in a set. Returns None if one of them is not that of the set.
         """
 
+    async def find_unreadable(self, files: Mapping[bytes, Entry]) -> tuple[bytes, OSError] | None:
+        """Return a file that cannot be read now, although the catalog has nothing against it, and why."""
+
     async def compute(self, act: Callable[[], Result]) -> Result:
         """Return `act()`, which computes for as long as there are names."""
 
@@ -319,7 +322,7 @@ class _Search(Generic[Entry]):
             return None
         verdict = await self._judge_in_place(member, known) if member is not None and known is not None else None
         if known is one and (verdict is None or verdict.incomplete_reason):
-            return self._build_answer(known, await self._judge_set(known))
+            return self._build_answer(known, await self._require_answer(await self._list_set(known), await self._judge_set(known)))
         assert member is not None
         older = self._members[self._position_by_entry[member.entry] + 1 :]
         return self._build_answer(member, verdict or await self.judge(member, older))
@@ -342,7 +345,16 @@ class _Search(Generic[Entry]):
             reason = f"{text(min(missing))} is missing, which its set {text(known.name)}@{known.number} has"
             return replace(verdict, incomplete_reason=reason)
         self._judged_in_place.add(known)
-        return verdict
+        return await self._require_answer(listed, verdict)
+
+    async def _require_answer(self, listed: Mapping[bytes, tuple[MemberFile, Entry]], verdict: Completeness) -> Completeness:
+        """Return the verdict on a set, or a worse one if its files cannot be read now: their PFS may be gone."""
+        if verdict.incomplete_reason:
+            return verdict
+        found = await self._reader.find_unreadable({path: entry for path, (_, entry) in listed.items()})
+        if found is None:
+            return verdict
+        return replace(verdict, incomplete_reason=f"{text(found[0]) or 'it'} cannot be read: {os.strerror(found[1].errno or 0)}")
 
     async def _judge_set(self, known: KnownSet[Entry]) -> Completeness:
         return completeness.judge_set({path: file for path, (file, _) in (await self._list_set(known)).items()})

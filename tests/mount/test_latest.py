@@ -275,6 +275,30 @@ def test_what_only_a_lost_pfs_has(make_daemon: Callable[..., DaemonUnderTest]) -
     assert daemon.command("latest", daemon.path / "step_*.pt").stdout == f"{daemon.path}/step_2.pt\n"
 
 
+def test_a_set_that_only_a_lost_pfs_has(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """D3, N2: nor is a set of the history the newest as long as its files cannot be read."""
+    daemon = make_daemon()
+    daemon.expect_warning("(to the PFS failed|cannot be opened): No such file or directory.*; retrying")
+    for number in (1, 2):
+        save(daemon.path / f"step_{number}", "a.pt", "b.pt")
+    daemon.settle()
+    history = daemon.path / ".ckptfs" / "history" / "step_*"
+    eventually(lambda: len([*history.glob("step_*@*")]) == 2, what="both sets")
+    daemon.settle()
+    daemon.unmount()
+    daemon.start()
+    latest = f"{daemon.path}/step_2\n"
+    assert daemon.command("latest", daemon.path / "step_*").stdout == latest
+    away = daemon.pfs.with_name("away")
+    daemon.pfs.rename(away)
+    result = daemon.command("latest", daemon.path / "step_*", check=False)
+    assert (result.returncode, result.stdout) == (1, "") and "cannot be read" in result.stderr
+    save(daemon.path / "step_0", "a.pt", "b.pt")
+    eventually(lambda: daemon.command("latest", daemon.path / "step_*", check=False).stdout == f"{daemon.path}/step_0\n", what="step_0")
+    away.rename(daemon.pfs)
+    assert daemon.command("latest", daemon.path / "step_*").stdout == latest
+
+
 def test_very_many_that_are_not_complete(mount: Area) -> None:
     """N2: one answer of the mount does not tell all. Symlinks are members, but hold no file."""
     run, count = mount.path / "run", 300

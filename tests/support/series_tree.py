@@ -119,6 +119,9 @@ class SeriesTree:
 
     # --- MemberReader ---------------------------------------------------------------------------------------------------
 
+    async def find_unreadable(self, files: Mapping[bytes, bytes]) -> None:
+        return None
+
     async def list_files(self, entry: bytes) -> Listing[bytes]:
         if entry in self.files:
             return Listing({b"": (self._build(self.files[entry]), entry)}, {})

@@ -293,6 +293,22 @@ class MountMemberReader:
         found = {path: inode.id for path, inode in below.items() if inode.is_file and path not in MANIFESTS}
         return found.keys() - files.keys() if files.items() <= found.items() else None
 
+    async def find_unreadable(self, files: Mapping[bytes, int]) -> tuple[bytes, OSError] | None:
+        """Return a file that only the PFS has, and the error of reading it; None if it can be read.
+
+        One such file stands for all: there may be thousands, and each takes a call to the PFS.
+        """
+        for path, number in files.items():
+            state = copies.load_fetch_state(self._context.db, number)
+            if state is None or state.published is None or state.has_local_copy or state.holders:
+                continue
+            try:
+                await self._read_here(state, lambda size, read: read(0, min(size, 1)))
+            except OSError as failure:
+                return path, failure
+            break
+        return None
+
     # --- bytes --------------------------------------------------------------------------------------------------------
 
     async def inspect(self, entry: int, name: bytes, file: MemberFile) -> FileFormat:
