@@ -370,12 +370,14 @@ def list_names(
     if json:
         render.print_json(found)
         return
+    names = [one["name"] for one in found]
     for one in found:
         if one["mounted"]:
             print(f"{one['name']}: mounted at {one['mountpoint']}")
         else:
             print(f"{one['name']}: not mounted; {one['what']}")
-            print(f"    mount it:  {one['mount_command']}\n    delete it: ckptfs mounts --delete {one['name']}")
+            which = one["state"] if names.count(one["name"]) > 1 else one["name"]
+            print(f"    mount it:  {one['mount_command']}\n    delete it: ckptfs mounts --delete {which}")
     if not found:
         print("no ckptfs is mounted on this machine, and no unmounted one is known; mount -t ckptfs NAME DIR mounts one")
 

@@ -114,14 +114,15 @@ def _locked(state: Path) -> Iterator[None]:
 def describe_all() -> list[MountJson]:
     """Return all names: the mounted ones, and those without a daemon.
 
-    A daemon that was killed leaves its mountpoint behind, and counts as none.
+    A daemon that was killed leaves its mountpoint behind, and counts as none. A name may be mounted with one state directory, and have
+    another one that is not.
     """
     unmounted = list_unmounted()
-    dead = {one.name for one in unmounted}
+    dead = {str(one.state) for one in unmounted} | {None}
     mounted: list[MountJson] = [
         {"name": one.name, "mountpoint": str(one.mountpoint), "state": "", "mounted": True, "has_data": True, "what": "mounted",
          "mount_command": ""}
-        for one in list_mounts() if one.name not in dead
+        for one in list_mounts() if one.load_registered("state") not in dead
     ]  # fmt: skip
     return mounted + [
         {"name": one.name, "mountpoint": "" if one.record is None else str(one.record.mountpoint), "state": str(one.state),
@@ -131,16 +132,19 @@ def describe_all() -> list[MountJson]:
 
 
 def delete(name: str, *, yes: bool) -> UnmountedName:
-    """Delete all that an unmounted name holds on this node. The PFS is not touched. Raises ClientError."""
+    """Delete all that an unmounted name, or one with this state directory, holds on this node.
+
+    The PFS is not touched. Raises ClientError.
+    """
     if any(one.name == name for one in list_mounts()):
         raise CommandFailed(f"{name} is mounted", remedy="umount it first")
-    found = [one for one in list_unmounted() if one.name == name]
+    found = [one for one in list_unmounted() if name in (one.name, str(one.state))]
     if not found:
         known = ", ".join(one.name for one in list_unmounted()) or "none"
         raise UsageError(f"there is no unmounted name {name}", remedy=f"unmounted names: {known}")
     if len(found) > 1:
         raise UsageError(
-            f"{name} has several state directories: " + ", ".join(str(one.state) for one in found), remedy="delete one by hand"
+            f"{name} has several state directories: " + ", ".join(str(one.state) for one in found), remedy="give one of them instead"
         )
     one = found[0]
     if one.has_data and not yes:
@@ -155,7 +159,8 @@ def delete(name: str, *, yes: bool) -> UnmountedName:
         what = f"{failure.filename or one.state}: {os.strerror(failure.errno or 0)}"
         raise CommandFailed(what, remedy="run it as root, or as its owner") from failure
     with contextlib.suppress(OSError):
-        runtime_dir.registry_path(name).unlink(missing_ok=True)
+        if all(mounted.name != one.name for mounted in list_mounts()):
+            runtime_dir.registry_path(one.name).unlink(missing_ok=True)
     return one
 
 
