@@ -256,7 +256,7 @@ def shared_slurm(request: pytest.FixtureRequest) -> Iterator[SlurmUnderTest]:
 @pytest.fixture
 def slurm(shared_slurm: SlurmUnderTest, lab: ClusterUnderTest) -> SlurmUnderTest:
     """Slurm with all nodes in service. What a killed node has not told others cannot be read for a while."""
-    lab.expect_warning("no good copy is left|no live node has its content")
+    lab.expect_warning("no good copy can be reached|no live node has its content")
     for node in lab.nodes:
         shared_slurm.start_node(node.name)
     shared_slurm.wait_for_nodes()

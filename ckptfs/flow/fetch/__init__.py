@@ -334,5 +334,5 @@ def _choose_sources(state: FetchState, live_nodes: Sequence[Node]) -> Sources | 
     is_sealed = state.content is not None and state.content.state is ContentState.SEALED
     sources = Sources(live_nodes if is_sealed else (), is_shown_by_pfs(state))
     if not sources.nodes and not sources.is_on_pfs:
-        raise NoCopyLeft("no good copy is left, and the PFS does not show this generation of the file")
+        raise NoCopyLeft("no good copy can be reached, and the PFS does not show this generation of the file")
     return sources
