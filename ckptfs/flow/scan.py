@@ -5,6 +5,8 @@ Leaves: a catalog that shows what other programs created, changed and removed on
 until their own scan. A name or inode with changes that are not on the PFS yet is left alone.
 If we die here: imported names stay; the directory counts as it did before, and is scanned again.
 
+A directory that hangs, such as that of a filesystem which is mounted inside, holds up its own scan only: a spare lane takes the others.
+
 `Scan` chooses the next directory and opens it. `DirectoryScan` lists it outside of any transaction and imports the differences in short
 ones. Each transaction checks the pending changes again before it uses the listing, because write-back may have moved on since
 (catalog/scans.py).
@@ -12,10 +14,12 @@ ones. Each transaction checks the pending changes again before it uses the listi
 
 import contextlib
 import errno
+import functools
 import itertools
 import logging
 import os
 import random
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -61,7 +65,7 @@ RefreshNames = Callable[[list[bytes]], set[bytes]]
 
 
 class Scan:
-    """The lane that scans one directory per step, requested ones first."""
+    """Scans one directory per step, requested ones first. Steps overlap while one of them hangs."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
         """`cluster`: the other nodes, which use the same PFS; None on a single node."""
@@ -73,6 +77,10 @@ class Scan:
         self._next_refresh_s = 0.0
         self._turns: dict[ClusterLock, float] = {}
         self._progress_s = 0.0
+        self._lock = threading.Lock()
+        self._in_hand: dict[int, float] = {}
+        """Directory -> when its scan last got on."""
+        self._requests_in_hand: set[int] = set()
         self._large_directories: set[int] = set()
 
     def prepare(self) -> None:
@@ -83,11 +91,42 @@ class Scan:
     def step(self) -> bool:
         """Scan one directory. Return True if more work may be ready now."""
         requests = mover_requests.list_open(self._db, mover_requests.SCAN)
-        self._queues = {request.id: self._queues.get(request.id) or deque([request.inode]) for request in requests}
-        if not requests:
+        with self._lock:
+            busy = {one.id: self._queues.get(one.id, deque()) for one in requests if one.id in self._requests_in_hand}
+            self._queues = {one.id: self._queues.get(one.id) or deque([one.inode]) for one in requests} | busy
+            free = [one for one in requests if one.id not in busy and self._queues[one.id][0] not in self._in_hand]
+            request = next((one for one in free if one.argument != mover_requests.TREE), free[0] if free else None)
+            if request is not None:
+                queue = self._queues[request.id]
+                self._requests_in_hand.add(request.id)
+                self._in_hand[queue[0]] = time.monotonic()
+        if request is None:
             return self._refresh_next()
-        self._answer(next((request for request in requests if request.argument != mover_requests.TREE), requests[0]))
+        directory = queue.popleft()
+        try:
+            self._answer(request, queue, directory)
+        finally:
+            self._leave(directory)
+            self._requests_in_hand.discard(request.id)
         return True
+
+    def count_spare_lanes(self) -> int:
+        """Return for how many scans that hang there must be a lane more from now on."""
+        with self._lock:
+            stalled_s = time.monotonic() - limits.FETCH_SHARED_POLL_S_MAX
+            return min(sum(moved_s < stalled_s for moved_s in self._in_hand.values()), limits.FETCHES_HANGING_MAX)
+
+    def _take(self, directory: int) -> bool:
+        """Reserve a directory for this step. Return False if another one has it."""
+        with self._lock:
+            if directory in self._in_hand:
+                return False
+            self._in_hand[directory] = time.monotonic()
+            return True
+
+    def _leave(self, directory: int) -> None:
+        with self._lock:
+            self._in_hand.pop(directory, None)
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next look for a directory that is due."""
@@ -95,19 +134,20 @@ class Scan:
 
     # --- requests -----------------------------------------------------------------------------------------------------
 
-    def _report_progress(self) -> None:
-        """Extend the deadlines of all requests: a large directory takes long, and there is one lane."""
+    def _report_progress(self, directory: int) -> None:
+        """Extend the deadlines of all requests but those that other steps have: a large directory takes long."""
+        with self._lock:
+            self._in_hand[directory] = time.monotonic()
+            others = [one for one in self._in_hand if one != directory]
         if time.monotonic() - self._progress_s > limits.REQUEST_POLL_S:
             self._progress_s = time.monotonic()
-            mover_requests.record_lane_progress(self._db, mover_requests.SCAN, wait_s=limits.SCAN_WAIT_S)
+            mover_requests.record_lane_progress(self._db, mover_requests.SCAN, in_hand=others, wait_s=limits.SCAN_WAIT_S)
 
-    def _answer(self, request: mover_requests.MoverRequest) -> None:
+    def _answer(self, request: mover_requests.MoverRequest, queue: deque[int], directory: int) -> None:
         """Scan the next directory of a request; the last one completes it.
 
         A failed scan fails the request at once; but in a tree a directory that cannot be listed is skipped.
         """
-        queue = self._queues[request.id]
-        directory = queue.popleft()
         try:
             if request.argument or not scans.is_imported(self._db, directory):
                 self._scan_when_undisturbed(directory)
@@ -143,6 +183,9 @@ class Scan:
         if found is None:
             self._next_refresh_s = started_s + min(self._config.refresh_interval_s, limits.DUE_POLL_S)
             return False
+        if not self._take(found):
+            scans.record_postponed(self._db, found)
+            return True
         try:
             if self._take_turn(found):
                 self._scan(found)
@@ -153,6 +196,7 @@ class Scan:
             if not _is_directory_error(failure):
                 raise
         finally:
+            self._leave(found)
             ended_s = time.monotonic()
             pause_s = 0.0 if self._cluster is None else random.uniform(0.5, 1.5) * CLUSTER_PAUSE_S
             self._next_refresh_s = ended_s + max(pause_s, PAUSE_RATIO * (ended_s - started_s))
@@ -164,9 +208,9 @@ class Scan:
             return True
         locks, now_s, mine = self._cluster.locks, time.monotonic(), None
         with contextlib.suppress(StoreUnreachable, StoreRefused):
-            for lock in [lock for lock, until_s in self._turns.items() if until_s <= now_s]:
-                del self._turns[lock]
-                locks.release(lock)
+            for lock in [lock for lock, until_s in list(self._turns.items()) if until_s <= now_s]:
+                if self._turns.pop(lock, None) is not None:
+                    locks.release(lock)
             mine = locks.try_acquire(f"refresh/{directory:016x}")
         if mine is not None:
             self._turns[mine] = now_s + self._config.refresh_interval_s
@@ -196,9 +240,8 @@ class Scan:
                 scans.record_scan_end(self._db, directory, whole=True)  # Not on the PFS: there is nothing to import.
                 return
             with disk.closing(self._open_directory(root_fd, names, directory)) as fd:
-                DirectoryScan(
-                    self._db, self._notify, pending, fd, self._report_progress, self._build_refresh_names(directory), self._is_gone
-                ).run()
+                progress = functools.partial(self._report_progress, directory)
+                DirectoryScan(self._db, self._notify, pending, fd, progress, self._build_refresh_names(directory), self._is_gone).run()
         except BaseException:
             scans.record_scan_end(self._db, directory, whole=False)
             raise
@@ -297,6 +340,8 @@ class Scan:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             with disk.closing(fd):
+                if not self._take(ancestor):
+                    return
                 pending = scans.record_scan_begin(self._db, ancestor)
                 try:
                     DirectoryScan(
@@ -304,6 +349,7 @@ class Scan:
                     ).record_vanished_name(names[depth])
                 finally:
                     scans.record_scan_end(self._db, ancestor, whole=False)
+                    self._leave(ancestor)
             return
 
 

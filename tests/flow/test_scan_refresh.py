@@ -2,6 +2,7 @@
 
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -337,3 +338,36 @@ def test_the_history_keeps_the_bytes_of_a_file_that_is_changed_externally(world:
     run_until_idle(Scan(world.db, world.tiers, world.config, world.told))
     run_until_idle(write_back)
     assert (kept / "file").read_bytes() == b"first" and (world.pfs / "file").read_bytes() == b"changed"
+
+
+def test_a_directory_that_hangs_holds_up_no_other_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: neither requests nor refreshes; and no other step looks into it meanwhile."""
+    scan, begun, go_on, opened = Scan(world.db, world.tiers, world.config, world.told), threading.Event(), threading.Event(), list[bytes]()
+    open_directory = pfs_tree.open_directory
+
+    def hang(root_fd: int, names: tuple[bytes, ...]) -> int:
+        opened.append(b"/".join(names))
+        if names == (b"d",):
+            begun.set()
+            assert go_on.wait(60)
+        return open_directory(root_fd, names)
+
+    monkeypatch.setattr(pfs_tree, "open_directory", hang)
+    monkeypatch.setattr(limits, "FETCH_SHARED_POLL_S_MAX", 0.01)
+    hanging = mover_requests.insert_request(world.db, mover_requests.SCAN, world.inode("d"), mover_requests.COMPARE_AGAIN)
+    assert scan.count_spare_lanes() == 0
+    with ThreadPoolExecutor(1) as lane:
+        first = lane.submit(scan.step)
+        assert begun.wait(60)
+        while not scan.count_spare_lanes():
+            pass
+        again = mover_requests.insert_request(world.db, mover_requests.SCAN, world.inode("d"))
+        other = mover_requests.insert_request(world.db, mover_requests.SCAN, world.inode("d/deep"), mover_requests.COMPARE_AGAIN)
+        world.db.run("UPDATE inode SET scanned_ns = 1, birth_ns = 1")
+        run_until_idle(scan)
+        assert not mover_requests.is_open(world.db, other) and mover_requests.is_open(world.db, hanging)
+        assert opened.count(b"d") == 1 and b"" in opened
+        go_on.set()
+        assert first.result(60)
+    run_until_idle(scan)
+    assert not mover_requests.is_open(world.db, hanging) and not mover_requests.is_open(world.db, again) and not scan._in_hand

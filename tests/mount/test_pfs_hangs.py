@@ -3,12 +3,13 @@
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from daemon_under_test import DaemonUnderTest, eventually
-from programs import differences
+from programs import differences, run
 from silent_pfs import SilentPfs
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -87,6 +88,34 @@ def test_a_part_of_the_pfs_that_hangs_holds_up_its_own_files_only(make_daemon: M
     for thread in threads:
         thread.join(60)
     assert found == {name: name.encode() * 1000 for name in names}
+
+
+def test_a_filesystem_inside_the_pfs_that_hangs_holds_up_no_other_directory(make_daemon: Make, data_path: str, silent: SilentPfs) -> None:
+    """One lane looks into directories; that of the hanging one gets another in its place."""
+    pfs = silent.source.parent / "outer"
+    for name in ("inner", "other"):
+        (pfs / name).mkdir(parents=True)
+    (pfs / "other" / "file").write_bytes(b"x")
+    (silent.source / "inside").touch()
+    run("mount", "--bind", silent.path, pfs / "inner")
+
+    def look() -> None:
+        with suppress(OSError):
+            os.listdir(daemon.path / "inner")
+
+    try:
+        daemon = make_daemon(data_path, pfs=pfs)
+        daemon.expect_warning("scan|does not answer|write back|pfs")
+        assert sorted(os.listdir(daemon.path)) == ["inner", "other"]
+        silent.hang()
+        threading.Thread(target=look, daemon=True).start()
+        eventually(lambda: daemon.catalog("SELECT count(*) FROM mover_request WHERE kind = 'scan' AND state = 0") == [(1,)], what="a look")
+        assert soon((daemon.path / "other" / "file").read_bytes) == b"x"
+        silent.resume()
+        assert os.listdir(daemon.path / "inner") == ["inside"]
+    finally:
+        silent.resume()
+        run("umount", "-l", pfs / "inner")
 
 
 @pytest.mark.parametrize(("how", "kill"), [("hang", False), ("swallow", True)])

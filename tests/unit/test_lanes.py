@@ -242,10 +242,13 @@ def test_a_step_that_hangs_gets_a_lane_in_its_place_until_it_goes_on() -> None:
     flow.count_spare_lanes = lambda: hanging[0]  # type: ignore[attr-defined]
     told: Told = []
 
+    def build(name: str, flow: Any) -> Lane:
+        return Lane(name, flow, lambda *values: told.append(values))
+
     async def main() -> None:
         every = Lanes([])
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(every.relieve, flow, lambda number: Lane(f"spare {number}", flow, lambda *told_: told.append(told_)))
+            nursery.start_soon(every.relieve, "spare", 2, flow, build)
             await trio.sleep(10)
             assert not flow.ran
             for wanted in (2, 0):
@@ -255,6 +258,11 @@ def test_a_step_that_hangs_gets_a_lane_in_its_place_until_it_goes_on() -> None:
             before = len(flow.ran)
             await trio.sleep(30)
             assert len(flow.ran) == before > 20
+            hanging[0] = 1
+            await trio.sleep(30)
+            every.end("spare")
+            await trio.sleep(30)
+            assert not every._lanes
             nursery.cancel_scope.cancel()
 
     trio.run(main, clock=MockClock(autojump_threshold=0))

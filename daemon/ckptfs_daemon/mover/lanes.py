@@ -190,6 +190,7 @@ class Lanes:
 
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
+        self._ended: set[str] = set()
 
     def wake(self, name: str = "") -> None:
         for lane in self._lanes:
@@ -207,7 +208,8 @@ class Lanes:
             lane.retry_now()
 
     def end(self, *names: str) -> None:
-        """End these lanes."""
+        """End these lanes, and have no spare ones any more."""
+        self._ended.update(names)
         for lane in self._lanes:
             if lane.name in names:
                 lane.end()
@@ -217,21 +219,22 @@ class Lanes:
             for lane in self._lanes:
                 nursery.start_soon(lane.run, name=f"lane {lane.name}")
 
-    async def relieve(self, flow: Relievable, build_lane: Callable[[int], Lane]) -> None:
+    async def relieve(self, name: str, first: int, flow: Relievable, build_lane: Callable[[str, Relievable], Lane]) -> None:
         """Run a lane more for each step of a flow that hangs, and end it when the step goes on.
 
-        `build_lane` gets the number of the spare lane, from 0 on.
+        `name`: of the lanes of the flow. The spare ones have numbers as well, from `first` on.
         """
         spares: list[Lane] = []
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.sleep(limits.FETCH_SHARED_POLL_S_MAX)
-                wanted = flow.count_spare_lanes()
-                while len(spares) > wanted and not spares[-1].is_in_trouble:
+                is_ended = name in self._ended
+                wanted = 0 if is_ended else flow.count_spare_lanes()
+                while len(spares) > wanted and (is_ended or not spares[-1].is_in_trouble):
                     self._lanes.remove(spares[-1])
                     spares.pop().end()
                 while len(spares) < wanted:
-                    spares.append(build_lane(len(spares)))
+                    spares.append(build_lane(f"{name} {first + len(spares)}", flow))
                     self._lanes.append(spares[-1])
                     nursery.start_soon(spares[-1].run, name=f"lane {spares[-1].name}")
 

@@ -90,9 +90,6 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     def build_lane(name: str, flow: Flow) -> Lane:
         return Lane(name, flow, lambda where, value: summary.set_trouble(db, where, value))
 
-    def build_spare(number: int) -> Lane:
-        return build_lane(f"fetch {limits.FETCHES_SHARED_MAX + 1 + number}", flows.fetch)
-
     lanes = Lanes([build_lane(name, flow) for name, flow in flows.lanes])
     await trio.to_thread.run_sync(flows.prepare)
     drain = Drain(db, config, lanes.retry_now)
@@ -101,7 +98,8 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
         nursery.start_soon(lanes.run, name="lanes")
-        nursery.start_soon(lanes.relieve, flows.fetch, build_spare, name="spare lanes")
+        nursery.start_soon(lanes.relieve, "fetch", limits.FETCHES_SHARED_MAX + 1, flows.fetch, build_lane, name="spare lanes")
+        nursery.start_soon(lanes.relieve, "scan", 2, flows.scan, build_lane, name="spare lanes")
         queries, admin = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades, notify)
         nursery.start_soon(server.serve, config, queries, admin, name="control")
         if cluster_services is not None:
@@ -174,7 +172,7 @@ class _Flows:
         self._cluster_services = cluster_services
         self._recover = Recover(db, tiers, config, notify)
         cluster = cluster_services.cluster if cluster_services else None
-        self._scan = Scan(db, tiers, config, notify, cluster)
+        self.scan = Scan(db, tiers, config, notify, cluster)
         self.fetch = Fetch(db, tiers, config, notify, cluster)
         flow = db, tiers, config, notify
         self._write_back = WriteBack(*flow) if cluster is None else ClusterWriteBack(*flow, cluster)
@@ -189,7 +187,7 @@ class _Flows:
         if not config.is_read_only:
             self.lanes += [("prepare", self._prepare)]
         if config.pfs is not None:
-            self.lanes += [("scan", self._scan)]
+            self.lanes += [("scan", self.scan)]
         if config.pfs is not None and not config.is_read_only:
             self.lanes += [
                 ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
@@ -214,7 +212,7 @@ class _Flows:
         if not self._config.is_read_only:
             self._write_back.prepare()
         self.fetch.prepare()
-        self._scan.prepare()
+        self.scan.prepare()
         if self._cluster_services is not None:
             self._cluster_services.prepare()
 
