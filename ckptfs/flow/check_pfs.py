@@ -13,6 +13,7 @@ import errno
 import itertools
 import logging
 import os
+import threading
 import time
 
 from ckptfs import disk, limits
@@ -39,7 +40,7 @@ _STOPPED_ERRNOS = {errno.ESTALE, errno.ENOENT, errno.ENOTDIR}
 
 
 class CheckPfs:
-    """Reads back one file a step."""
+    """Reads back one file a step. Steps overlap while one of them hangs, which holds up its own file only."""
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         self._db = db
@@ -49,6 +50,9 @@ class CheckPfs:
         self._pauses: dict[int, tuple[float, float]] = {}
         self._next: dict[Tier, list[int]] = {}
         self._has_candidates = False
+        self._lock = threading.Lock()
+        self._in_hand: dict[int, float] = {}
+        """Inode -> when its read last got on."""
 
     def step(self) -> bool:
         """Check one file. Return True if another one may be due."""
@@ -58,11 +62,19 @@ class CheckPfs:
         tiers = [tier for tier in LOCAL_TIERS if tier in self._tiers and (is_idle or self._is_filling(tier))]
         for tier in tiers:
             if (inode := self._take_candidate(tier)) is not None:
-                self._check(inode)
+                try:
+                    self._check(inode)
+                finally:
+                    self._in_hand.pop(inode, None)
                 self._has_candidates = True
                 return True
         self._has_candidates = copies.has_unchecked(self._db)
         return False
+
+    def count_spare_lanes(self) -> int:
+        """Return for how many reads that hang there must be a lane more from now on."""
+        stalled_s = time.monotonic() - limits.FETCH_SHARED_POLL_S_MAX
+        return min(sum(moved_s < stalled_s for moved_s in list(self._in_hand.values())), limits.FETCHES_HANGING_MAX)
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next look at the tiers; None if every file was checked."""
@@ -77,12 +89,19 @@ class CheckPfs:
 
     def _take_candidate(self, tier: Tier) -> int | None:
         """Take the file to check next. A search looks at all copies in the tier, so one finds many files."""
-        if not self._next.get(tier):
+        with self._lock:
             now = time.monotonic()
-            self._pauses = {inode: pause for inode, pause in self._pauses.items() if pause[0] > now - RETRY_LAST_S}
-            waiting = [inode for inode, (until_s, _) in self._pauses.items() if until_s > now]
-            self._next[tier] = copies.list_unchecked(self._db, tier, waiting, CANDIDATES)
-        return self._next[tier].pop(0) if self._next[tier] else None
+            if not self._next.get(tier):
+                self._pauses = {inode: pause for inode, pause in self._pauses.items() if pause[0] > now - RETRY_LAST_S}
+                waiting = [inode for inode, (until_s, _) in self._pauses.items() if until_s > now]
+                self._next[tier] = copies.list_unchecked(self._db, tier, waiting + list(self._in_hand), CANDIDATES)
+            while self._next[tier] and self._next[tier][0] in self._in_hand:
+                del self._next[tier][0]
+            if not self._next[tier]:
+                return None
+            inode = self._next[tier].pop(0)
+            self._in_hand[inode] = now
+            return inode
 
     def _check(self, inode: int) -> None:
         state = copies.load_fetch_state(self._db, inode)
@@ -93,7 +112,8 @@ class CheckPfs:
             size, digest, blocks = self._read(state)
             is_same = (size, digest) == (state.published.size, state.published.digest)
             if is_same and disk.act("check_pfs:checked", copies.record_pfs_verified, self._db, state, digest, blocks):
-                del self._pauses[inode]
+                with self._lock:
+                    self._pauses.pop(inode, None)
                 self._notify.wake_lanes()
         except Busy as reason:
             log.debug("%s: not checked on the PFS: %s", state.path, reason)
@@ -110,6 +130,7 @@ class CheckPfs:
         blocks = itertools.count(1)
 
         def check() -> None:
+            self._in_hand[state.inode] = time.monotonic()
             if next(blocks) % limits.CHECK_BLOCKS == 0 and copies.load_fetch_state(self._db, state.inode) != state:
                 raise Busy("the file changed meanwhile")
 
@@ -130,6 +151,7 @@ class CheckPfs:
             self._notify.wake_lanes()
 
     def _pause(self, inode: int) -> None:
-        _, before_s = self._pauses.get(inode, (0.0, 0.0))
-        pause_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
-        self._pauses[inode] = time.monotonic() + pause_s, pause_s
+        with self._lock:
+            _, before_s = self._pauses.get(inode, (0.0, 0.0))
+            pause_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
+            self._pauses[inode] = time.monotonic() + pause_s, pause_s

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,11 +13,13 @@ from write_back_world import Mount, intercepted
 
 from ckptfs import limits
 from ckptfs.catalog import mover_requests
+from ckptfs.catalog.copies import FetchState
 from ckptfs.coherence import keys
+from ckptfs.flow import check_pfs
 from ckptfs.flow.check_pfs import CheckPfs
 from ckptfs.flow.evict import Evict
 from ckptfs.model import Tier
-from ckptfs.tiers import transfer
+from ckptfs.tiers import pfs_tree, transfer
 
 SIZE = 5 * limits.MIB
 
@@ -53,6 +57,34 @@ def test_the_last_copy_goes_after_the_file_was_read_back(full: Mount) -> None:
     run_until_idle(build_check(full))
     assert evict(full) < contents
     assert full.told.works
+
+
+def test_a_read_that_hangs_holds_up_no_other_file(full: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: a part of the PFS hangs. No other step reads the same file."""
+    check, begun, go_on, read = build_check(full), threading.Event(), threading.Event(), list[str]()
+    open_published = pfs_tree.open_published
+
+    def hang(root: Path, state: FetchState) -> int:
+        read.append(state.path)
+        if len(read) == 1:
+            begun.set()
+            assert go_on.wait(60)
+        return open_published(root, state)
+
+    monkeypatch.setattr(pfs_tree, "open_published", hang)
+    monkeypatch.setattr(limits, "FETCH_SHARED_POLL_S_MAX", 0.01)
+    monkeypatch.setattr(check_pfs, "RETRY_LAST_S", 0.0)  # The pause of the file that hangs is over.
+    assert check.count_spare_lanes() == 0
+    with ThreadPoolExecutor(1) as lane:
+        first = lane.submit(check.step)
+        assert begun.wait(60)
+        while not check.count_spare_lanes():
+            pass
+        run_until_idle(check)
+        assert sorted(read) == ["a", "b"] and full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 1
+        go_on.set()
+        assert first.result(60)
+    assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns = 0") == 0 and check.count_spare_lanes() == 0
 
 
 def test_bytes_that_the_pfs_has_lost_are_written_back_again(full: Mount, caplog: pytest.LogCaptureFixture) -> None:

@@ -100,6 +100,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(lanes.run, name="lanes")
         nursery.start_soon(lanes.relieve, "fetch", limits.FETCHES_SHARED_MAX + 1, flows.fetch, build_lane, name="spare lanes")
         nursery.start_soon(lanes.relieve, "scan", 2, flows.scan, build_lane, name="spare lanes")
+        nursery.start_soon(lanes.relieve, "check pfs", 2, flows.check_pfs, build_lane, name="spare lanes")
         queries, admin = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades, notify)
         nursery.start_soon(server.serve, config, queries, admin, name="control")
         if cluster_services is not None:
@@ -176,6 +177,7 @@ class _Flows:
         self.fetch = Fetch(db, tiers, config, notify, cluster)
         flow = db, tiers, config, notify
         self._write_back = WriteBack(*flow) if cluster is None else ClusterWriteBack(*flow, cluster)
+        self.check_pfs = CheckPfs(db, tiers, config, notify)
         self._prepare = Prepare(db, tiers, config, notify)
         self.lanes: list[tuple[str, Flow]] = [
             ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
@@ -193,7 +195,7 @@ class _Flows:
                 ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
                 ("reclaim pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
                 ("write back", self._write_back),
-                ("check pfs", CheckPfs(db, tiers, config, notify)),
+                ("check pfs", self.check_pfs),
             ]
         if cluster_services is not None:
             self.lanes += cluster_services.list_flows()
