@@ -159,11 +159,11 @@ ISLAND_KEEP_AFTER_S = 60.0
 ISLAND_LOOK_S = 10.0
 
 # --- fetch -----------------------------------------------------------------------------------------------------------
-# In a cluster more fetches run at once: a long one must not delay small files. Of those at the PFS, up to FETCHES_HANGING_MAX may hang.
+# In a cluster more fetches run at once: a long one must not delay small files. For up to SPARE_LANES_MAX steps that hang, others run.
 FETCHES_MAX = 2
 FETCHES_SHARED_MAX = 8
 FETCHES_PFS_MAX = 6
-FETCHES_HANGING_MAX = 64
+SPARE_LANES_MAX = 64
 FETCH_STALL_S = 60.0
 # Awaited blocks of one file that the mover handles in one pass.
 AWAITED_BLOCKS_MAX = 64
@@ -449,7 +449,6 @@ FORGET_INTERVAL_S = 5.0
 SHARED_NAMES_MAX = 100_000
 # Recently deleted names: an older reply must not restore them.
 RECENT_KEYS_MAX = 10_000
-DOUBTED_REVISION = -1  # Of a cached value that must be compared with the store. No key has it.
 
 # --- etcd ------------------------------------------------------------------------------------------------------------
 ETCD_ENDPOINTS_MAX = 16

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs import lifecycle, limits
+from ckptfs import lifecycle
 from ckptfs.catalog import copies, handles, identity, journal, peer_copies, remote_contents
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
@@ -102,7 +102,9 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
     return done
 
 
-_IS_DOUBTED = f"EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'i' AND s.number = ?1 AND s.revision = {limits.DOUBTED_REVISION})"
+DOUBTED_REVISION = -1
+"""The revision of a cached value that must be compared with the store. No key has it."""
+_IS_DOUBTED = f"EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'i' AND s.number = ?1 AND s.revision = {DOUBTED_REVISION})"
 """SQL: True if the return of this island decides about inode ?1. A set may have its previous content (see `opening.separation`)."""
 
 

@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ckptfs import limits
+from ckptfs.catalog import contents
 from ckptfs.catalog.database import Database
 from ckptfs.coherence.keys import CONTENT, INODE, JOURNAL_ROW, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey, Value, decode_value
 from ckptfs.model import ROOT
@@ -276,7 +276,7 @@ def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]
 
 def doubt_cached(db: Database, key: SharedKey) -> None:
     """Have the store refuse the next change of a key, so that its value there is looked at."""
-    db.run("UPDATE cached_key SET revision = ? WHERE kind = ? AND number = ? AND name = ?", limits.DOUBTED_REVISION, *key)
+    db.run("UPDATE cached_key SET revision = ? WHERE kind = ? AND number = ? AND name = ?", contents.DOUBTED_REVISION, *key)
 
 
 def load_name_revisions(db: Database, directory: int, after: bytes, up_to: bytes | None) -> dict[bytes, int]:

@@ -114,7 +114,7 @@ class Scan:
         """Return for how many scans that hang there must be a lane more from now on."""
         with self._lock:
             stalled_s = time.monotonic() - limits.FETCH_SHARED_POLL_S_MAX
-            return min(sum(moved_s < stalled_s for moved_s in self._in_hand.values()), limits.FETCHES_HANGING_MAX)
+            return min(sum(moved_s < stalled_s for moved_s in self._in_hand.values()), limits.SPARE_LANES_MAX)
 
     def _take(self, directory: int) -> bool:
         """Reserve a directory for this step. Return False if another one has it."""
