@@ -13,8 +13,7 @@ PATH_BYTES_MAX = 4095
 LINKS_MAX = 65_000
 XATTR_VALUE_BYTES_MAX = 64 * KIB
 XATTR_LIST_BYTES_MAX = 64 * KIB
-# A note of a user on a checkpoint set.
-NOTE_BYTES_MAX = 4 * KIB
+NOTE_BYTES_MAX = 4 * KIB  # of a checkpoint set
 # All xattrs of one inode in a cluster: they travel to etcd in one request, and two nodes may add this much concurrently.
 XATTR_SHARED_BYTES_MAX = 256 * KIB
 
@@ -62,8 +61,10 @@ REQUEST_FULL_WAIT_S = 0.01
 RELEASE_GATHER_S = 0.004
 # After a failure of the catalog's disk, they are tried again this often; the next change takes them along, too.
 RELEASE_RETRY_S = 5.0
-# Threads of the mount process that may wait for the PFS.
-PFS_THREADS_MAX = 24
+PFS_THREADS_MAX = 24  # of the mount process, that may wait for the PFS
+# What has had nothing from the PFS for this long counts as hanging: another step or call runs in its place, for so many.
+PFS_STALL_S = 2.0
+PFS_STALLED_MAX = 64
 # statfs, and a request for attributes, wait this long for the PFS; then they get the last known figures, or size and times.
 PFS_STATUS_WAIT_S = 1.0
 # Threads of the mount process that close files in RAM and NVMe. A file without a name of at least FREE_BYTES_MIN is closed by them.
@@ -159,11 +160,10 @@ ISLAND_KEEP_AFTER_S = 60.0
 ISLAND_LOOK_S = 10.0
 
 # --- fetch -----------------------------------------------------------------------------------------------------------
-# In a cluster more fetches run at once: a long one must not delay small files. For up to SPARE_LANES_MAX steps that hang, others run.
+# In a cluster more fetches run at once: a long one must not delay small files.
 FETCHES_MAX = 2
 FETCHES_SHARED_MAX = 8
 FETCHES_PFS_MAX = 6
-SPARE_LANES_MAX = 64
 FETCH_STALL_S = 60.0
 # Awaited blocks of one file that the mover handles in one pass.
 AWAITED_BLOCKS_MAX = 64

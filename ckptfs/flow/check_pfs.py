@@ -73,8 +73,8 @@ class CheckPfs:
 
     def count_spare_lanes(self) -> int:
         """Return for how many reads that hang there must be a lane more from now on."""
-        stalled_s = time.monotonic() - limits.FETCH_SHARED_POLL_S_MAX
-        return min(sum(moved_s < stalled_s for moved_s in list(self._in_hand.values())), limits.SPARE_LANES_MAX)
+        stalled_s = time.monotonic() - limits.PFS_STALL_S
+        return min(sum(moved_s < stalled_s for moved_s in list(self._in_hand.values())), limits.PFS_STALLED_MAX)
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next look at the tiers; None if every file was checked."""

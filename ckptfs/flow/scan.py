@@ -113,8 +113,8 @@ class Scan:
     def count_spare_lanes(self) -> int:
         """Return for how many scans that hang there must be a lane more from now on."""
         with self._lock:
-            stalled_s = time.monotonic() - limits.FETCH_SHARED_POLL_S_MAX
-            return min(sum(moved_s < stalled_s for moved_s in self._in_hand.values()), limits.SPARE_LANES_MAX)
+            stalled_s = time.monotonic() - limits.PFS_STALL_S
+            return min(sum(moved_s < stalled_s for moved_s in self._in_hand.values()), limits.PFS_STALLED_MAX)
 
     def _take(self, directory: int) -> bool:
         """Reserve a directory for this step. Return False if another one has it."""

@@ -72,7 +72,7 @@ def test_a_read_that_hangs_holds_up_no_other_file(full: Mount, monkeypatch: pyte
         return open_published(root, state)
 
     monkeypatch.setattr(pfs_tree, "open_published", hang)
-    monkeypatch.setattr(limits, "FETCH_SHARED_POLL_S_MAX", 0.01)
+    monkeypatch.setattr(limits, "PFS_STALL_S", 0.01)
     monkeypatch.setattr(check_pfs, "RETRY_LAST_S", 0.0)  # The pause of the file that hangs is over.
     assert check.count_spare_lanes() == 0
     with ThreadPoolExecutor(1) as lane:

@@ -28,6 +28,7 @@ LARGE = os.urandom(limits.BLOCK_BYTES) + DATA
 @pytest.fixture(autouse=True)
 def hanging(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "FETCH_SHARED_POLL_S_MAX", 0.01)
+    monkeypatch.setattr(limits, "PFS_STALL_S", 0.01)
     monkeypatch.setattr(pfs_coordination, "load_inodes", lambda *_: None)
     inject_fault(monkeypatch, HANGS)
 
@@ -94,7 +95,7 @@ def test_steps_that_hang_leave_their_places_to_others(tmp_path: Path, monkeypatc
     """More than there are places; each gets a lane in its place, and none while the PFS gets on."""
     cluster, one, two = make_cluster(tmp_path, 2)
     monkeypatch.setattr(limits, "FETCHES_PFS_MAX", 2)
-    monkeypatch.setattr(limits, "SPARE_LANES_MAX", 3)
+    monkeypatch.setattr(limits, "PFS_STALLED_MAX", 3)
     on_pfs = [written(cluster, b"pfs%d" % number, two) for number in range(limits.FETCHES_SHARED_MAX)]
     one.kill()
     with lanes(two, monkeypatch) as flow:

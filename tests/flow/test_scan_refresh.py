@@ -353,7 +353,7 @@ def test_a_directory_that_hangs_holds_up_no_other_one(world: World, monkeypatch:
         return open_directory(root_fd, names)
 
     monkeypatch.setattr(pfs_tree, "open_directory", hang)
-    monkeypatch.setattr(limits, "FETCH_SHARED_POLL_S_MAX", 0.01)
+    monkeypatch.setattr(limits, "PFS_STALL_S", 0.01)
     hanging = mover_requests.insert_request(world.db, mover_requests.SCAN, world.inode("d"), mover_requests.COMPARE_AGAIN)
     assert scan.count_spare_lanes() == 0
     with ThreadPoolExecutor(1) as lane:

@@ -125,7 +125,7 @@ class Fetch:
         """Return for how many steps that hang at the PFS there must be a lane more from now on."""
         with self._lock:
             stalled = sum(step.has_stalled() for step in self._steps_at_pfs.values())
-            self._spare_lanes = min(stalled, limits.SPARE_LANES_MAX)
+            self._spare_lanes = min(stalled, limits.PFS_STALLED_MAX)
             return self._spare_lanes
 
     def _take_request(self) -> mover_requests.MoverRequest | None:

@@ -81,8 +81,8 @@ class FetchProgress:
         self._moved_s = time.monotonic()
 
     def has_stalled(self) -> bool:
-        """Return whether nothing has come for FETCH_SHARED_POLL_S_MAX."""
-        return time.monotonic() - self._moved_s > limits.FETCH_SHARED_POLL_S_MAX
+        """Return whether nothing has come for PFS_STALL_S."""
+        return time.monotonic() - self._moved_s > limits.PFS_STALL_S
 
     def give_up_copy(self) -> None:
         """Leave the FILLING copy to another step, in whose transaction this is called; readers turn to it."""

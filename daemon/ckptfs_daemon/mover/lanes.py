@@ -227,7 +227,7 @@ class Lanes:
         spares: list[Lane] = []
         async with trio.open_nursery() as nursery:
             while True:
-                await trio.sleep(limits.FETCH_SHARED_POLL_S_MAX)
+                await trio.sleep(limits.PFS_STALL_S)
                 is_ended = name in self._ended
                 wanted = 0 if is_ended else flow.count_spare_lanes()
                 while len(spares) > wanted and (is_ended or not spares[-1].is_in_trouble):

@@ -4,7 +4,8 @@ close(2) may write back or ask a server, and frees the pages of a file without a
 of a file on the PFS hangs as long as the PFS does. None of them may run in the trio thread, which serves everything else.
 
 Invariants:
-- Calls on the PFS have threads of their own, so that one that hangs holds up no other tier.
+- Calls on the PFS have threads of their own, so that one that hangs holds up no other tier. Nor does it hold up calls on other parts of the
+  PFS: its thread does not count.
 - Without the task of `SlowCalls` (before and after the service, and in tests), one of its calls runs at once.
 
 Crash safety: the kernel closes the descriptors of a process that ends. Code that depends on the result of a call has rows in the catalog.
@@ -14,6 +15,8 @@ import functools
 import logging
 import math
 import os
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
@@ -27,7 +30,37 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Task = Callable[[], Awaitable[None]]
-_PFS_THREADS = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
+
+
+class PfsThreads:
+    """Threads for calls on the PFS. Others run in place of those that hang. Belongs to the trio thread."""
+
+    def __init__(self) -> None:
+        self._limiter = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
+        self._began_s: dict[int, float] = {}
+        """Thread -> when its call began."""
+
+    async def run(self, act: Callable[[], T]) -> T:
+        """Run `act` in one of the threads. If the task is cancelled, the call stays behind."""
+
+        def run_timed() -> T:
+            thread = threading.get_ident()
+            self._began_s[thread] = time.monotonic()
+            try:
+                return act()
+            finally:
+                del self._began_s[thread]
+
+        return await trio.to_thread.run_sync(run_timed, abandon_on_cancel=True, limiter=self._limiter)
+
+    def relieve(self) -> None:
+        """Let one call more run for each that hangs now."""
+        stalled_s = time.monotonic() - limits.PFS_STALL_S
+        stalled = sum(began_s < stalled_s for began_s in list(self._began_s.values()))
+        self._limiter.total_tokens = limits.PFS_THREADS_MAX + min(stalled, limits.PFS_STALLED_MAX)
+
+
+_PFS_THREADS = PfsThreads()
 
 
 async def run_in_thread(tier: Tier | None, act: Callable[[], T]) -> T:
@@ -41,7 +74,7 @@ async def run_on_pfs(act: Callable[[], T], discard: Callable[[T], None] | None =
     `discard`: `act` changes nothing, so it is not awaited to its end if the caller is killed. `discard` then gets its result. Raises EINTR.
     """
     if discard is None:
-        return await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=_PFS_THREADS)
+        return await _PFS_THREADS.run(act)
     results: list[T] = []
     claim = [True]
     """Who empties it second, the thread or this task, knows that the result is not wanted. Both may try at the same moment."""
@@ -53,7 +86,7 @@ async def run_on_pfs(act: Callable[[], T], discard: Callable[[T], None] | None =
 
     try:
         with killable_wait():
-            await trio.to_thread.run_sync(run, abandon_on_cancel=True, limiter=_PFS_THREADS)
+            await _PFS_THREADS.run(run)
     except BaseException:
         if not _take(claim) and results:
             discard(results[0])
@@ -79,8 +112,8 @@ class SlowCalls:
 
     def __init__(self) -> None:
         self._send: trio.MemorySendChannel[_Task] | None = None
-        self._local_threads: trio.CapacityLimiter | None = None
-        self._pfs_threads: trio.CapacityLimiter | None = None
+        self._local_threads = trio.CapacityLimiter(limits.FREE_THREADS_MAX)
+        self._pfs_threads = PfsThreads()
 
     @property
     def is_running(self) -> bool:
@@ -89,14 +122,19 @@ class SlowCalls:
     async def run(self) -> None:
         """Run the calls until cancelled. A call that hangs then stays behind in its thread. A task."""
         self._send, receive = trio.open_memory_channel[_Task](math.inf)
-        self._local_threads = trio.CapacityLimiter(limits.FREE_THREADS_MAX)
-        self._pfs_threads = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
         try:
             async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._relieve, name="slow calls that hang")
                 async for task in receive:
                     nursery.start_soon(task, name="slow call")
         finally:
             self._send = None
+
+    async def _relieve(self) -> None:
+        while True:
+            await trio.sleep(limits.PFS_STALL_S)
+            for threads in (_PFS_THREADS, self._pfs_threads):
+                threads.relieve()
 
     def start(self, act: Callable[[], T], tier: Tier | None, then: Callable[[T], None] | None = None, after: _Task | None = None) -> None:
         """Run `act` on `tier` (None: the PFS) in a thread after `after`; then `then` with its result."""
@@ -104,8 +142,10 @@ class SlowCalls:
         async def run() -> None:
             if after is not None:
                 await after()
-            limiter = self._local_threads if tier in LOCAL_TIERS else self._pfs_threads
-            result = await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=limiter)
+            if tier in LOCAL_TIERS:
+                result = await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=self._local_threads)
+            else:
+                result = await self._pfs_threads.run(act)
             if then is not None:
                 then(result)
 
