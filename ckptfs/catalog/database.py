@@ -300,7 +300,8 @@ def _is_altered(path: Path) -> bool:
     SQLite must not have it open in this process: closing a file drops its locks.
     """
     try:
-        return _build_digest_path(path).read_text() != xxhash.xxh3_128_hexdigest(path.read_bytes())
+        recorded = _build_digest_path(path).read_text()
+        return path.stat().st_size <= DIGEST_BYTES_MAX and recorded != xxhash.xxh3_128_hexdigest(path.read_bytes())
     except (OSError, ValueError):
         return False
 

@@ -135,7 +135,7 @@ def test_what_cannot_take_over_is_refused(tmp_path: Path, make_daemon: MakeDaemo
     daemon = make_daemon("auto")
     daemon.expect_warning("is not handed over")
     newer = Installation(tmp_path / "newer", "99.1")
-    newer.edit("ckptfs/catalog/migrations.py", "script=_VERSION_4))", "script=_VERSION_4), _migrate_to_5)")
+    newer.edit("ckptfs/catalog/migrations.py", "script=_VERSION_4),", "script=_VERSION_4), _migrate_to_5,")
     newer.edit(
         "ckptfs/catalog/migrations.py", "def _run_script(",
         "def _migrate_to_5(connection):\n    _run_script(connection, 'CREATE TABLE later (id INTEGER);')\n\n\ndef _run_script(",
