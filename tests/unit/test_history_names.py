@@ -71,6 +71,17 @@ def test_a_number_follows_its_name_to_the_kept_bytes(db: Database) -> None:
     assert history_names.find_shown(db, number) is None and history_names.get_known_number(db, number) == number
 
 
+def test_a_file_keeps_its_name_if_one_of_its_names_was_not_counted(db: Database) -> None:
+    """P5: an island knows a name in the history that it has not counted yet. A program writes the file."""
+    _, files = make_sets(db)
+    inode = files[b"step_1"]
+    with db.transaction():
+        db.run("UPDATE inode SET nlink = 1, history = 0 WHERE id = ?", inode)
+        history.separate(db, inode)
+    row = inodes.get(db, inode)
+    assert (row.nlink, row.history) == (1, 0)
+
+
 def test_names_of_sets_tell_all_that_a_search_needs(db: Database) -> None:
     """N2: names with any bytes, and records whose texts look like a field."""
     series, _ = make_sets(db)
