@@ -85,8 +85,9 @@ def separate_for_writer(
     unread = keys.list_unread_history(context.db, inode) if shared_namespace.is_shared else []
     if unread and not shared_namespace.is_disconnected:
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
-    if unread and not any(identity.is_history_directory(name.number) for name in keys.list_local_names(context.db, inode)):
-        # An island cannot change these names. Its return leaves them this content, which is not written in place.
+    names = keys.list_local_names(context.db, inode) if shared_namespace.is_disconnected else ()
+    if shared_namespace.is_disconnected and not any(identity.is_history_directory(name.number) for name in names):
+        # An island cannot change names that only the store knows. Its return leaves them this content, which is not written in place.
         key_state.doubt_cached(context.db, SharedKey(INODE, inode))
         return replace(held, is_on_other_nodes=held.state is ContentState.SEALED)
     is_alone = inode not in context.open_files.by_inode
