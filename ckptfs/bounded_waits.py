@@ -1,15 +1,26 @@
-"""Waits with a bound: for a descriptor, and for a call that may hang."""
+"""Waits with a bound: for a descriptor, and for a call that may hang. How many calls hang now."""
 
 import select
 import socket
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
+from ckptfs import limits
 from ckptfs.errors import TimedOut
 
 T = TypeVar("T")
+
+
+def count_stalled(moved_s: Iterable[float]) -> int:
+    """Return how many steps hang at the PFS, at most PFS_STALLED_MAX.
+
+    `moved_s`: when each of them last got on, by the monotonic clock.
+    """
+    stalled_s = time.monotonic() - limits.PFS_STALL_S
+    return min(sum(one < stalled_s for one in list(moved_s)), limits.PFS_STALLED_MAX)
 
 
 def wait_ready(file: int | socket.socket, event: int, timeout_s: float) -> bool:

@@ -17,6 +17,7 @@ import threading
 import time
 
 from ckptfs import disk, limits
+from ckptfs.bounded_waits import count_stalled
 from ckptfs.catalog import copies, mover_requests, pfs_state
 from ckptfs.catalog.contents import get_largest_recent_size
 from ckptfs.catalog.copies import FetchState
@@ -73,8 +74,7 @@ class CheckPfs:
 
     def count_spare_lanes(self) -> int:
         """Return for how many reads that hang there must be a lane more from now on."""
-        stalled_s = time.monotonic() - limits.PFS_STALL_S
-        return min(sum(moved_s < stalled_s for moved_s in list(self._in_hand.values())), limits.PFS_STALLED_MAX)
+        return count_stalled(self._in_hand.values())
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next look at the tiers; None if every file was checked."""

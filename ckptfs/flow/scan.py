@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ckptfs import disk, limits
+from ckptfs.bounded_waits import count_stalled
 from ckptfs.catalog import mover_requests, namespace, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.scans import PendingChanges, ScanVerdict
@@ -112,9 +113,7 @@ class Scan:
 
     def count_spare_lanes(self) -> int:
         """Return for how many scans that hang there must be a lane more from now on."""
-        with self._lock:
-            stalled_s = time.monotonic() - limits.PFS_STALL_S
-            return min(sum(moved_s < stalled_s for moved_s in self._in_hand.values()), limits.PFS_STALLED_MAX)
+        return count_stalled(self._in_hand.values())
 
     def _take(self, directory: int) -> bool:
         """Reserve a directory for this step. Return False if another one has it."""

@@ -25,6 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from ckptfs import disk, limits, step_durations
+from ckptfs.bounded_waits import count_stalled
 from ckptfs.catalog import copies, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -124,8 +125,7 @@ class Fetch:
     def count_spare_lanes(self) -> int:
         """Return for how many steps that hang at the PFS there must be a lane more from now on."""
         with self._lock:
-            stalled = sum(step.has_stalled() for step in self._steps_at_pfs.values())
-            self._spare_lanes = min(stalled, limits.PFS_STALLED_MAX)
+            self._spare_lanes = count_stalled(step.moved_s for step in self._steps_at_pfs.values())
             return self._spare_lanes
 
     def _take_request(self) -> mover_requests.MoverRequest | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from ckptfs import limits
+from ckptfs.bounded_waits import count_stalled
 from ckptfs.catalog import mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import Busy
@@ -57,7 +58,7 @@ class FetchProgress:
         self.is_copy_required = request.argument == mover_requests.NEEDS_COPY
         """Whether the PFS's own file will not do."""
         self._list_in_hand = list_in_hand
-        self._reported_s = self._moved_s = time.monotonic()
+        self._reported_s = self.moved_s = time.monotonic()
         self._fetch_map: FetchMap | None = None
         self._lock = threading.Lock()
 
@@ -66,8 +67,8 @@ class FetchProgress:
 
         Those whose files wait for a lane are told, too.
         """
-        self._moved_s = time.monotonic()
-        if self._moved_s - self._reported_s < limits.REQUEST_POLL_S or not self._lock.acquire(blocking=False):
+        self.moved_s = time.monotonic()
+        if self.moved_s - self._reported_s < limits.REQUEST_POLL_S or not self._lock.acquire(blocking=False):
             return
         try:
             self._reported_s = time.monotonic()
@@ -78,11 +79,11 @@ class FetchProgress:
 
     def go_to_pfs(self) -> None:
         self.is_at_pfs = True
-        self._moved_s = time.monotonic()
+        self.moved_s = time.monotonic()
 
     def has_stalled(self) -> bool:
         """Return whether nothing has come for PFS_STALL_S."""
-        return time.monotonic() - self._moved_s > limits.PFS_STALL_S
+        return count_stalled([self.moved_s]) > 0
 
     def give_up_copy(self) -> None:
         """Leave the FILLING copy to another step, in whose transaction this is called; readers turn to it."""

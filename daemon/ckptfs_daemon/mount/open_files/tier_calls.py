@@ -23,6 +23,7 @@ from typing import TypeVar
 import trio
 
 from ckptfs import limits
+from ckptfs.bounded_waits import count_stalled
 from ckptfs.model import LOCAL_TIERS, Tier
 from ckptfs_daemon.fuse.killable import killable_wait
 
@@ -55,9 +56,7 @@ class PfsThreads:
 
     def relieve(self) -> None:
         """Let one call more run for each that hangs now."""
-        stalled_s = time.monotonic() - limits.PFS_STALL_S
-        stalled = sum(began_s < stalled_s for began_s in list(self._began_s.values()))
-        self._limiter.total_tokens = limits.PFS_THREADS_MAX + min(stalled, limits.PFS_STALLED_MAX)
+        self._limiter.total_tokens = limits.PFS_THREADS_MAX + count_stalled(self._began_s.values())
 
 
 _PFS_THREADS = PfsThreads()
