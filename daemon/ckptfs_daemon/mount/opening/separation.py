@@ -82,10 +82,9 @@ def separate_for_writer(
     none of them then takes the file for a part of another set.
     """
     inode, shared_namespace = held.inode.id, context.shared_namespace
-    unread = keys.list_unread_history(context.db, inode) if shared_namespace.is_shared else []
-    if unread and not shared_namespace.is_disconnected:
+    if shared_namespace.is_shared and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
-    names = keys.list_local_names(context.db, inode) if shared_namespace.is_disconnected else ()
+    names = keys.list_local_names(context.db, inode)
     if shared_namespace.is_disconnected and not any(identity.is_history_directory(name.number) for name in names):
         # An island cannot change names that only the store knows. Its return leaves them this content, which is not written in place.
         key_state.doubt_cached(context.db, SharedKey(INODE, inode))
