@@ -148,8 +148,7 @@ EARLY_SEAL_WAIT_S = 10.0
 EARLY_SEAL_POLL_S = 0.005
 # So many files of one batch are synced at the same time.
 PFS_FSYNC_THREADS = 8
-# A file that is read back from the PFS is compared with the catalog every so many blocks.
-CHECK_BLOCKS = 64
+CHECK_BLOCKS = 64  # A file that is read back from the PFS is compared with the catalog every so many blocks.
 # A temporary name on the PFS that is older than this was left by a dead node.
 PARKED_KEEP_S = 3600.0
 # After a rejoin, a node scans this long, and this often, for files that others could not write back or took for lost.
@@ -174,6 +173,8 @@ FETCH_TRIES_MAX = 8
 # Longest pause between tries. While a node that announced the content is alive, tries go on for FETCH_PATIENCE_S.
 FETCH_PAUSE_MAX_S = 1.0
 FETCH_PATIENCE_S = 30.0
+# A fetch from nodes that is slower after FETCH_PATIENCE_S goes to the PFS if the PFS has the file and the rest would take as long again.
+FETCH_SLOW_BYTES_PER_S = 2 * MIB
 # One node at a time reads a content of at least this size from the PFS; the others fetch it from that node.
 FETCH_SHARED_BYTES_MIN = MIB
 # They wait this long, plus one second for each FETCH_SHARED_BYTES_PER_S, also for a place at the holders. The lock of a dead node ends with
@@ -186,8 +187,7 @@ FETCH_SHARED_POLL_S_MAX = 2.0
 REFETCHES_MAX = 1
 
 # --- memory limits of applications --------------------------------------------------------------------------------------
-# The limits of a control group are read at most this often.
-CGROUP_AGE_S = 1.0
+CGROUP_AGE_S = 1.0  # The limits of a control group are read at most this often.
 CGROUPS_KNOWN_MAX = 1024
 CGROUP_BYTES_MAX = 64 * KIB
 # The mount process reports the ways of open handles at most this often.

@@ -14,6 +14,7 @@ from clique_world import (
     Node,
     bring,
     cluster_of,
+    fetch_of,
     fsync_to_peers,
     is_done,
     level,
@@ -362,3 +363,32 @@ def test_one_reading_of_the_pfs_serves_many_nodes(tmp_path: Path, monkeypatch: p
     late_s[0] += 0.7 * limits.FETCH_SHARED_WAIT_S
     assert bring(three, inode, flow=waiting).result == mover_requests.FETCHED
     assert read == [2, 3]
+
+
+@pytest.mark.parametrize("pfs", ["has it", "lacks it", "hangs with it"])
+def test_nodes_that_send_slowly_are_left_for_the_pfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pfs: str) -> None:
+    """A megabyte per second is less than any PFS gives: a large checkpoint would take hours."""
+    monkeypatch.setattr(limits, "FETCH_PATIENCE_S", 10.0)
+    now, late_s = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now() + late_s[0])
+    cluster, one, _, three = make_cluster(tmp_path, 3)
+    content = replicated(cluster, b"a", data := os.urandom(7 * BLOCK))
+    inode, flow = one.inode(content), fetch_of(three)
+    if pfs != "lacks it":
+        three.publish(content)
+    if pfs == "hangs with it":
+        flow._steps_at_pfs[inode] = create_autospec(FetchProgress, instance=True, moved_s=0.0, filling=None)
+
+    def slow(act: str, _: str) -> None:
+        late_s[0] += 4.0 * (act == "fetch block")
+
+    def from_pfs(_state: object, _tier: object, progress: FetchProgress) -> str:
+        return f"{mover_requests.FETCHED} from {progress.sources}"
+
+    three.peers.fault = slow
+    monkeypatch.setattr(flow._pfs, "fetch", from_pfs)
+    result = bring(three, inode, flow=flow).result
+    if pfs == "has it":
+        assert result == f"{mover_requests.FETCHED} from the PFS" and 10.0 < late_s[0] < 20.0
+    else:
+        assert result == mover_requests.FETCHED and three.data(content) == data and late_s[0] == 28.0

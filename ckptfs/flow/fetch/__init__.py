@@ -226,6 +226,7 @@ class Fetch:
             return False
         if tier is Tier.PFS:
             self._go_to_pfs(progress)
+        progress.is_pfs_next = sources.is_on_pfs and at_pfs is None
         try:
             with self._retry_elsewhere(tier):
                 progress.sources = ", ".join(node.name for node in sources.nodes)

@@ -48,6 +48,8 @@ class FetchProgress:
         """From where the present attempt fetches, for messages."""
         self.is_at_pfs = False
         """Whether the step has a place at the PFS."""
+        self.is_pfs_next = False
+        """Whether the PFS can give the file if the nodes do not, or too slowly."""
         self.filling: tuple[int, Tier] | None = None
         """The FILLING copy (content, tier) of a read of the PFS, unless another step has taken it. Changes in transactions."""
         self.since_s = since_s

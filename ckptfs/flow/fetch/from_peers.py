@@ -41,6 +41,10 @@ class NoCopyLeft(DigestMismatch):
     """No live node has the file, and the PFS does not show it."""
 
 
+class TooSlow(PeerFailed):
+    """Blocks arrive so slowly that the PFS is the better source."""
+
+
 def is_denial(failure: BaseException | None) -> bool:
     """Return True if a node has answered that it does not have a content."""
     return isinstance(failure, PeerRefused) and failure.code == errno.ENOENT
@@ -281,13 +285,16 @@ class PeerFetcher:
         self, manifest: ContentManifest, sources: Sequence[Node], missing: Collection[int], target: int, blocks: BlockProgress
     ) -> None:
         """Fetch into `target`. After a beginning, sources are asked again while anything arrives."""
-        left, arrived_s = set(missing), time.monotonic()
+        left = set(missing)
+        begun_s = arrived_s = time.monotonic()
 
         def mark_present(number: int) -> None:
             nonlocal arrived_s
             left.discard(number)
             arrived_s = time.monotonic()
             blocks.mark_present(number)
+            if blocks.progress.is_pfs_next and _is_too_slow(len(missing) - len(left), len(left), arrived_s - begun_s):
+                raise TooSlow("the nodes that have the file send it too slowly")
 
         while left:
             can_wait = len(left) == len(missing) and blocks.progress.can_wait(manifest.size)
@@ -296,7 +303,7 @@ class PeerFetcher:
                 return
             except PeerFailed as failure:
                 waited_s = time.monotonic() - arrived_s
-                if len(left) == len(missing) or isinstance(failure, PeerCorrupt) or waited_s > limits.FETCH_PATIENCE_S:
+                if len(left) == len(missing) or isinstance(failure, PeerCorrupt | TooSlow) or waited_s > limits.FETCH_PATIENCE_S:
                     raise
                 log.debug("content %d: %d blocks left: %s; asking again", manifest.content, len(left), failure)
                 self._pause.wait(choose_pause_s(waited_s))
@@ -325,6 +332,12 @@ def _list_missing(manifest: ContentManifest, former: int, target: int) -> list[i
         for number in missing
         if number not in same or not buffer.copy(former, number, target, number, manifest.size, digests[number])
     ]
+
+
+def _is_too_slow(arrived_blocks: int, left_blocks: int, elapsed_s: float) -> bool:
+    bytes_per_s = arrived_blocks * limits.BLOCK_BYTES / max(elapsed_s, 0.001)
+    rest_s = left_blocks * limits.BLOCK_BYTES / bytes_per_s
+    return bytes_per_s < limits.FETCH_SLOW_BYTES_PER_S and min(elapsed_s, rest_s) > limits.FETCH_PATIENCE_S
 
 
 def _create_file(storage: TierStorage, content: int) -> int:
