@@ -12,7 +12,7 @@ from write_back_world import Mount, Refusal, intercepted, rest
 from ckptfs import lifecycle
 from ckptfs.catalog import contents, copies, history, journal, summary
 from ckptfs.flow.write_back import deferred
-from ckptfs.model import Tier
+from ckptfs.model import Level, Tier
 
 SET = ".ckptfs.history/a*/a@1/a"
 
@@ -56,6 +56,22 @@ def test_an_overwritten_file_of_a_set_is_not_copied_on_the_pfs(mount: Mount, way
     if is_written_back:
         assert (mount.pfs / SET).stat().st_ino == before, "the PFS keeps the file that it has"
         assert labels.count("write_back:create") == 1
+
+
+def test_a_file_that_has_left_its_set_and_is_not_written_yet_stays_on_the_pfs(mount: Mount) -> None:
+    """P5: an open for writing separates the file first. Until it opens the content, only the PFS may have that."""
+    content = mount.shown(mount.number(b"a"))
+    assert content is not None
+    mount.keep(b"a")
+    mount.settle()
+    mount.separate(content)
+    assert lifecycle.can_drop(contents.get_file_record(mount.db, content), Tier.RAM, pfs_verify=False)
+    mount.settle_exactly()
+    assert lifecycle.can_drop(contents.get_file_record(mount.db, content), Tier.RAM, pfs_verify=False)
+    assert summary.get_level(mount.db, mount.number(b"a")) is Level.PFS
+    mount.forget(b"")
+    mount.settle_exactly()
+    assert (mount.pfs / "a").read_bytes() == b"old"
 
 
 @pytest.mark.parametrize("is_written_back", [True, False])

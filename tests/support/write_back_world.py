@@ -81,9 +81,7 @@ class Mount(Node):
         assert content is not None
         with self.db.transaction():
             if inodes.get(self.db, self.inode(content)).history:
-                copied = contents.insert_reserved_content(self.db, Tier.RAM)
-                os.close(local_copies.copy_open(self.tiers[Tier.RAM].open(content), self.tiers[Tier.RAM], copied))
-                history.separate(self.db, self.inode(content), copied)
+                self.separate(content)
             contents.mark_open(self.db, self.inode(content), content, Tier.RAM)
         with os.fdopen(self.tiers[Tier.RAM].open(content, os.O_RDWR), "r+b") as file:
             file.seek(0, os.SEEK_END)
@@ -92,6 +90,13 @@ class Mount(Node):
         if closed:
             self.close(content, size)
         return content
+
+    def separate(self, content: int) -> None:
+        """Give the history a copy, as an open for writing does before it opens the content."""
+        with self.db.transaction():
+            copied = contents.insert_reserved_content(self.db, Tier.RAM)
+            os.close(local_copies.copy_open(self.tiers[Tier.RAM].open(content), self.tiers[Tier.RAM], copied))
+            history.separate(self.db, self.inode(content), copied)
 
     def close(self, content: int, size: int) -> None:
         found = os.stat(self.tiers[Tier.RAM].root / "contents" / f"{content:016x}") if self.copies(content).get(Tier.RAM) else None

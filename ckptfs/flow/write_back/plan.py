@@ -462,11 +462,15 @@ class Planner:
     def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> bool:
         """Take over the file that the PFS shows for a separated one, if it has these bytes.
 
-        Its other names show the set's file until the new bytes come, so no attributes of these reach it. Returns False if it has others.
+        Its other names show the set's file until the new bytes come, so no attributes of these reach it. Returns False if it has others,
+        or if the separated file has no new bytes yet: the PFS may have the only copy of the ones that it has.
         """
         shown = self.view.get_entry(*name)
         published = None if shown is None or shown.inode in self._rewritten else self._facts.get_published(shown.inode)
         if shown is None or published is None or not _is_on_pfs(published, content) or not self._facts.is_in_history(name[0]):
+            return False
+        separated = self._facts.get_inode(shown.inode)
+        if separated is not None and separated.nlink and separated.generation == published.generation:
             return False
         for other in self.view.list_shown_names(shown.inode):
             self.view.set_entry(*other, PfsEntry(row.inode, shown.fingerprint))
