@@ -167,6 +167,14 @@ def test_attributes_and_links(places: list[Path]) -> None:
         assert os.readlink(place / "pointer") == "file"
 
 
+@on_one_data_path
+def test_a_directory_has_one_link_however_it_is_looked_up(places: list[Path]) -> None:
+    """The number of subdirectories is not known, and programs such as find(1) must not take a wrong one for it."""
+    (places[0] / "above" / "directory" / "below").mkdir(parents=True)
+    # The names of a path that was walked before are read together, and answered without pyfuse3.
+    assert [{os.stat(place / "above" / "directory").st_nlink for _ in range(10)} for place in places] == [{1}] * 3
+
+
 def test_a_file_that_is_open_survives_its_deletion_elsewhere(places: list[Path]) -> None:
     """P2, P7: whoever has it open goes on reading what he opened."""
     (places[0] / "file").write_bytes(b"former" * 1000)

@@ -71,8 +71,6 @@ class MountContext:
         if self.shared_namespace.is_shared:
             # Another node may change it at any time without notice.
             entry.entry_timeout, entry.attr_timeout = 0, limits.SHARED_ATTRIBUTE_TIMEOUT_S
-            if inode.is_directory and inode.nlink:
-                entry.st_nlink = 1  # The number is not known, as on btrfs: counting would make all creators of directories contend.
         if is_open_for_writing and is_passthrough:
             entry.attr_timeout = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S
         return entry

@@ -94,7 +94,12 @@ class OpenFileTable:
     # --- attributes ---------------------------------------------------------------------------------------------------
 
     def read_attributes(self, row: Inode) -> Inode:
-        """Return `row` with the blocks of its file; if that is open, with its size and times too."""
+        """Return `row` with the blocks of its file; if that is open, with its size and times too.
+
+        In a cluster a directory has one link, as on btrfs: to count them would make all creators of directories contend.
+        """
+        if self.db.is_clustered and row.is_directory and row.nlink:
+            return replace(row, nlink=1)
         file = self.by_inode.get(row.id)
         if file is not None:
             return file.read_attributes(row)
