@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 from ckptfs_daemon.control.cluster_status import ClusterFigures
+from ckptfs_daemon.control.control_context import ControlContext
 from ckptfs_daemon.control.queries import LevelCheck, QueryService
 from memory_store import MemoryEtcd, MemoryStore
 from shared_catalogs import Node, in_virtual_time, running
@@ -19,7 +20,6 @@ from ckptfs.clique import locations
 from ckptfs.errors import ContentLost
 from ckptfs.model import ROOT, ContentState, Inode, Level, Tier
 from ckptfs.protocol import control_pb2 as pb
-from ckptfs.server_limits import RefusedCalls
 from ckptfs.store.kv import Put
 
 DIGEST = b"d" * 16
@@ -137,7 +137,8 @@ def test_a_list_elsewhere_knows_what_is_on_the_pfs(tmp_path: Path) -> None:
         one, two = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2))
         for node in (one, two):
             peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
-        queries = QueryService(cast(Any, None), two.db, cast(Any, None), ClusterFigures(cast(Any, None), two.db, two.store), RefusedCalls())
+        figures = ClusterFigures(cast(Any, None), two.db, two.store)
+        queries = QueryService(ControlContext(cast(Any, None), two.db, cast(Any, None), figures))
 
         async def act() -> None:
             inode = await one.make("f1")

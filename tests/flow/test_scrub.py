@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from ckptfs_daemon.control.admin import FileVerifier
+from ckptfs_daemon.control.control_context import ControlContext
 from clique_world import bring, cluster_of, fetch_of, level, make_cluster, replicated
 from local_node import Node, inject_fault, run_until_idle
 from pfs_world import World, bytes_here
@@ -62,8 +63,8 @@ def test_verify_takes_the_content_from_a_node_if_all_copies_here_are_bad(tmp_pat
     for tier in one.copies(content):
         one.spoil(content, tier)
     stale: list[int] = []
-    verifier = FileVerifier(one.config, one.db, one.tiers, lambda: run_until_idle(fetch_of(one)), invalidate_inode=stale.append)
-    findings, _ = verifier.verify_file(one.inode(content))
+    context = ControlContext(one.config, one.db, one.tiers, retry_now=lambda: run_until_idle(fetch_of(one)), invalidate_inode=stale.append)
+    findings, _ = FileVerifier(context).verify_file(one.inode(content))
     assert [finding.what.partition("; ")[2] for finding in findings] == ["repaired from n2", "repaired from ram"][:tiers]
     assert set(one.copies(content).values()) == {CopyState.GOOD} and one.state(content) is ContentState.SEALED
     assert {one.data(content, tier) for tier in one.copies(content)} == {data}
@@ -78,8 +79,8 @@ def test_verify_takes_the_content_from_the_pfs_if_nothing_else_is_good(tmp_path:
     content = int(str(world.column("file", "content")))
     (path,) = world.tiers[Tier.RAM].root.glob(f"contents*/{content:016x}")
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    verifier = FileVerifier(world.config, world.db, world.tiers, lambda: run_until_idle(world.fetch))
-    findings, _ = verifier.verify_file(world.inode("file"))
+    context = ControlContext(world.config, world.db, world.tiers, retry_now=lambda: run_until_idle(world.fetch))
+    findings, _ = FileVerifier(context).verify_file(world.inode("file"))
     assert findings[0].what.endswith("in block 1; repaired from the PFS") and findings[1].verdict == "good"
     assert bytes_here(world, "file") == (Tier.RAM, data)
 

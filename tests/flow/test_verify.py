@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from ckptfs_daemon.control.admin import GOOD, FileVerifier
+from ckptfs_daemon.control.control_context import ControlContext
 from local_node import MIB, Node, in_process
 from write_back_world import Mount
 
@@ -178,4 +179,4 @@ def test_what_another_node_has_deleted_on_the_pfs_is_no_bad_copy(mount: Mount) -
 
 
 def verifier_of(mount: Mount, refresh: Callable[[int], None]) -> FileVerifier:
-    return FileVerifier(mount.config, mount.db, mount.tiers, lambda: None, refresh)
+    return FileVerifier(ControlContext(mount.config, mount.db, mount.tiers, refresh_pfs_path=refresh))

@@ -9,13 +9,11 @@ import trio
 from ckptfs_client.client import Client
 from ckptfs_client.mounts import Mount
 from ckptfs_daemon.control import server
-from ckptfs_daemon.control.admin import AdminService
-from ckptfs_daemon.control.queries import QueryService
+from ckptfs_daemon.control.control_context import ControlContext
 from daemon_under_test import eventually
 from local_node import Node
 
 from ckptfs.flow.seal import Seal
-from ckptfs.server_limits import RefusedCalls
 
 
 class CountingScheduler:
@@ -46,9 +44,9 @@ class Served:
     def start(self) -> None:
         async def serve() -> None:
             with self._scope:
-                refused, config, db, tiers = RefusedCalls(), self.node.config, self.node.db, self.node.tiers
-                queries = QueryService(config, db, tiers, refused=refused, wake_lanes=self.lanes.wake)
-                await server.serve(config, queries, AdminService(config, db, tiers, self.lanes.retry_now, refused))
+                node, lanes = self.node, self.lanes
+                context = ControlContext(node.config, node.db, node.tiers, retry_now=lanes.retry_now, wake_lanes=lanes.wake)
+                await server.serve(context)
 
         self._scope = trio.CancelScope()
         self._token: trio.lowlevel.TrioToken | None = None

@@ -15,6 +15,7 @@ from ckptfs_client.node import doctor
 from ckptfs_client.node.doctor import Finding
 from ckptfs_daemon.control import cluster_status
 from ckptfs_daemon.control.cluster_status import ClusterFigures, TransportFigures
+from ckptfs_daemon.control.control_context import ControlContext
 from ckptfs_daemon.control.queries import QueryService
 from control_served import serving
 from local_node import Node
@@ -68,7 +69,7 @@ def test_too_few_live_nodes_are_a_trouble(node: Node, store: MemoryStore) -> Non
 
     def ask() -> pb.Status:
         figures = ClusterFigures(node.config, node.db, store)
-        return QueryService(node.config, node.db, node.tiers, figures).GetStatus(pb.StatusRequest(), None)
+        return QueryService(ControlContext(node.config, node.db, node.tiers, figures)).GetStatus(pb.StatusRequest(), None)
 
     assert (ask().health, list(ask().troubles)) == ("ok", [])
     members = [KnownNode(number, name, name) for number, name in enumerate(NAMES, 1)]
@@ -139,7 +140,7 @@ def test_current_work_is_published_and_shown(node: Node, store: MemoryStore) -> 
     assert [(one.node, one.waiting_files, one.sending_bytes, one.failed_recently) for one in found.links] == [
         ("node2", 3, 1000, False), ("node3", 0, 0, True),
     ]  # fmt: skip
-    status = QueryService(node.config, node.db, node.tiers, figures).GetStatus(pb.StatusRequest(), None)
+    status = QueryService(ControlContext(node.config, node.db, node.tiers, figures)).GetStatus(pb.StatusRequest(), None)
     assert [(one.where, one.who, one.reason, one.count) for one in status.refused] == [
         ("peers", "node2", "malformed", 3), ("peers", "unknown", "malformed", 1), ("peers", "unknown", "stranger", 4),
     ]  # fmt: skip

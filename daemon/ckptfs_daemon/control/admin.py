@@ -20,10 +20,8 @@ import grpc
 
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, history_names, mover_requests, namespace, summary
-from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.coherence import key_state, store_loss
-from ckptfs.config import Config
 from ckptfs.config.schema import LOG_LEVELS
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut, posix_error
 from ckptfs.event_log import EventKind
@@ -32,12 +30,10 @@ from ckptfs.lifecycle import FileRecord
 from ckptfs.model import Content, ContentState, Level, PublishedRow
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs.server_limits import RefusedCalls
 from ckptfs.tiers import pfs_tree, transfer
-from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
+from ckptfs_daemon.control.control_context import ControlContext
 from ckptfs_daemon.control.methods import require_inode_number, stream_changes, translate_errors, translate_stream_errors
-from ckptfs_daemon.control.status import StatusFigures
 from ckptfs_daemon.drain import DrainEnd, get_end, load_pending, record_result
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.ipc import Successor
@@ -64,25 +60,9 @@ VERIFICATIONS_MAX = 4
 class FileVerifier:
     """Verifies one file at a time."""
 
-    def __init__(
-        self,
-        config: Config,
-        db: Database,
-        tiers: Tiers,
-        retry_now: Callable[[], None],
-        refresh_pfs_path: Callable[[int], None] = lambda inode: None,
-        invalidate_inode: Callable[[int], None] = lambda inode: None,
-    ) -> None:
-        """`retry_now` runs all lanes. `refresh_pfs_path` reads from the store where a file is on the PFS.
-
-        `invalidate_inode` has the kernel drop its pages of a file.
-        """
-        self._refresh_pfs_path = refresh_pfs_path
-        self._invalidate_inode = invalidate_inode
-        self._config = config
-        self._db = db
-        self._tiers = tiers
-        self._retry_now = retry_now
+    def __init__(self, context: ControlContext) -> None:
+        self._config, self._db, self._tiers, self._retry_now = context.config, context.db, context.tiers, context.retry_now
+        self._refresh_pfs_path, self._invalidate_inode = context.refresh_pfs_path, context.invalidate_inode
 
     def verify_file(self, inode: int) -> tuple[list[pb.Finding], int]:
         """Return (a finding for every copy of the file, bytes read)."""
@@ -171,29 +151,13 @@ def _build_last(progress: pb.Progress, safety: pb.Safety) -> pb.Progress:
 
 
 class AdminService(rpc.AdminServicer):  # type: ignore[misc]
-    """The gRPC service `Admin`. `retry_now` runs all lanes at once; any thread but trio's may call it."""
+    """The gRPC service `Admin`."""
 
-    def __init__(
-        self, config: Config, db: Database, tiers: Tiers, retry_now: Callable[[], None], refused: RefusedCalls | None = None,
-        request_log_level: Callable[[str], None] = logs.set_level, refresh_pfs_path: Callable[[int], None] = lambda inode: None,
-        record_missed_drain: Callable[[], None] = lambda: None, request_upgrade: Callable[[Successor], None] | None = None,
-        invalidate_inode: Callable[[int], None] = lambda inode: None,
-    ) -> None:  # fmt: skip
-        """`request_log_level` sets the level of all processes, and may return before it is set.
-
-        `record_missed_drain`: a drain took as long as an unmount would wait. `request_upgrade` ends this process if the supervisor hands
-        over to the successor, or raises its refusal.
-        """
-        self._verifier = FileVerifier(config, db, tiers, retry_now, refresh_pfs_path, invalidate_inode)
+    def __init__(self, context: ControlContext) -> None:
+        self.refused = context.refused
+        self._context, self._config, self._db, self._retry_now = context, context.config, context.db, context.retry_now
+        self._verifier = FileVerifier(context)
         self._verifications = threading.BoundedSemaphore(VERIFICATIONS_MAX)
-        self._record_missed_drain = record_missed_drain
-        self.refused = refused or RefusedCalls()
-        self._config = config
-        self._db = db
-        self._retry_now = retry_now
-        self._request_log_level = request_log_level
-        self._request_upgrade = request_upgrade
-        self._figures = StatusFigures(config, db, tiers)
 
     @translate_stream_errors
     def Drain(self, request: pb.DrainRequest, context: grpc.ServicerContext) -> Iterator[pb.Progress]:
@@ -230,8 +194,8 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
             count_s = time.monotonic() - begun
             yield progress
             if time.monotonic() > until:
-                if deadline_s >= self._figures.get_drain_deadline_s():
-                    self._record_missed_drain()
+                if deadline_s >= self._context.figures.get_drain_deadline_s():
+                    self._context.record_missed_drain()
                 raise TimedOut("not done in time", remedy=progress.remedy)
             # With a large backlog, counting takes long. It must not slow down the flows.
             threading.Event().wait(max(POLL_S, REST_RATIO * count_s))
@@ -350,7 +314,7 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         if request.level:
             if request.level not in LOG_LEVELS:
                 raise InvalidArgument(f"{request.level[:20]!r} is not a log level; accepted: {', '.join(LOG_LEVELS)}")
-            self._request_log_level(request.level)
+            self._context.request_log_level(request.level)
             # The supervisor sends the level to the mount first, and to this process last.
             until = time.monotonic() + LOG_LEVEL_WAIT_S
             while logs.get_level() != request.level:
@@ -364,6 +328,5 @@ class AdminService(rpc.AdminServicer):  # type: ignore[misc]
         """Have the supervisor hand over to another version, which ends this process."""
         if not os.path.isabs(request.python) or not request.places or not all(map(os.path.isabs, request.places)):
             raise InvalidArgument("an upgrade needs the absolute paths of an interpreter and of packages")
-        if self._request_upgrade is not None:
-            self._request_upgrade(Successor(request.python, tuple(request.places)))
+        self._context.request_upgrade(Successor(request.python, tuple(request.places)))
         return pb.UpgradeReply()

@@ -22,7 +22,6 @@ from ckptfs import limits
 from ckptfs.catalog import handles, history_names, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
-from ckptfs.config import Config
 from ckptfs.config.schema import list_effective
 from ckptfs.errors import ContentLost, InvalidArgument, posix_error
 from ckptfs.event_log import Position
@@ -31,10 +30,8 @@ from ckptfs.model import WAITABLE_LEVELS, ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series import find_incomplete_reason
-from ckptfs.server_limits import RefusedCalls
-from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.control import public_listings
-from ckptfs_daemon.control.cluster_status import ClusterFigures
+from ckptfs_daemon.control.control_context import ControlContext
 from ckptfs_daemon.control.methods import (
     is_inode_number,
     require_inode_number,
@@ -42,8 +39,7 @@ from ckptfs_daemon.control.methods import (
     translate_errors,
     translate_stream_errors,
 )
-from ckptfs_daemon.control.status import StatusFigures, build_capacity
-from ckptfs_daemon.ipc import ProgressSignal
+from ckptfs_daemon.control.status import build_capacity
 
 CHECKED_MAX = 4096
 INCOMPLETE_MAX = 64
@@ -145,20 +141,10 @@ class LevelCheck:
 class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     """The gRPC service `Queries`."""
 
-    def __init__(
-        self, config: Config, db: Database, tiers: Tiers, cluster: ClusterFigures | None = None, refused: RefusedCalls | None = None,
-        progress: ProgressSignal | None = None, wake_lanes: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """`wake_lanes` has every lane look at the catalog soon."""
-        self._wake_lanes = wake_lanes
-        self.refused = refused or RefusedCalls()
-        self._progress_signal = progress or ProgressSignal()
-        self._config = config
-        self._db = db
-        self._tiers = tiers
-        self._cluster = cluster
-        self._load_file = cluster.load_file if cluster is not None else functools.partial(summary.get_listed_file, db)
-        self._figures = StatusFigures(config, db, tiers)
+    def __init__(self, context: ControlContext) -> None:
+        self.refused = context.refused
+        self._context, self._config, self._db, self._cluster = context, context.config, context.db, context.cluster
+        self._load_file = self._cluster.load_file if self._cluster is not None else functools.partial(summary.get_listed_file, context.db)
         self._waits = threading.BoundedSemaphore(limits.CONTROL_WAITS_MAX)
 
     @translate_errors
@@ -167,7 +153,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     def build_status(self) -> pb.Status:
         """Build the figures of the mount, for `ckptfs status` and for the metrics."""
-        status = self._figures.build_status()
+        status = self._context.figures.build_status()
         refused = {"control": self.refused.get_counts()}
         if self._cluster is not None:
             status.clique.CopyFrom(self._cluster.build_clique())
@@ -190,7 +176,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
     @translate_errors
     def GetCapacity(self, request: pb.CapacityRequest, context: grpc.ServicerContext) -> pb.Capacity:
         """Return the capacity of this node for the next checkpoint."""
-        return build_capacity(self._config, self._db, self._tiers)
+        return build_capacity(self._config, self._db, self._context.tiers)
 
     @translate_errors
     def GetConfig(self, request: pb.ConfigRequest, context: grpc.ServicerContext) -> pb.ConfigReply:
@@ -203,7 +189,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         """Return the record of each inode."""
         if len(request.inodes) > limits.CONTROL_LIST_MAX:
             raise InvalidArgument(f"{len(request.inodes)} inodes in one question; accepted: up to {limits.CONTROL_LIST_MAX}")
-        under_way, open_handles = self._figures.get_current_write_back(), handles.count_by_inode(self._db)
+        under_way, open_handles = self._context.figures.get_current_write_back(), handles.count_by_inode(self._db)
         if self._cluster is not None:
             self._cluster.refresh_copies([inode for inode in request.inodes if is_inode_number(inode)])
         records = [self._build_record(inode, under_way, trees=request.trees) for inode in request.inodes]
@@ -287,13 +273,13 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
 
     def _check_level(self, inode: int, wanted: Level) -> Iterator[pb.Progress]:
         level_check = LevelCheck(self._db, inode, wanted, self._load_file)
-        self._wake_lanes()  # A wait does not depend on a hint that may be lost.
+        self._context.wake_lanes()  # A wait does not depend on a hint that may be lost.
         pause, before, refreshed_at = POLL_FIRST_S, pb.Progress(), 0.0
         while True:
             if self._cluster is not None and time.monotonic() - refreshed_at > REFRESH_INTERVAL_S:
                 self._cluster.refresh_files(level_check.remaining_sample)
                 refreshed_at = time.monotonic()
-            seen_count, begun = self._progress_signal.count, time.monotonic()
+            seen_count, begun = self._context.progress.count, time.monotonic()
             progress = level_check.check_next(summary.get_copied_bytes(self._db))
             check_s = time.monotonic() - begun
             if not progress.done and not progress.blocked_by:
@@ -302,7 +288,7 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
             # The client's deadline or its disconnection ends a wait. Each change in the mover wakes it, but checking takes only a small
             # share of the time, and becomes rarer while nothing changes.
             threading.Event().wait(REST_RATIO * check_s)
-            self._progress_signal.wait(seen_count, pause)
+            self._context.progress.wait(seen_count, pause)
             pause = min(2 * pause, POLL_LAST_S) if progress == before else POLL_FIRST_S
             before = progress
 

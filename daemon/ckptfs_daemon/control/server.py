@@ -15,9 +15,9 @@ import grpc
 import trio
 
 from ckptfs import limits, runtime_dir, server_limits
-from ckptfs.config import Config
 from ckptfs.server_limits import CallWatchdog
 from ckptfs_daemon.control.admin import AdminService
+from ckptfs_daemon.control.control_context import ControlContext
 from ckptfs_daemon.control.methods import ControlMethods
 from ckptfs_daemon.control.queries import QueryService
 
@@ -30,8 +30,9 @@ SOCKET_CHECK_S = 2.0
 STOP_GRACE_S = 1.0
 
 
-async def serve(config: Config, queries: QueryService, admin: AdminService) -> None:
+async def serve(context: ControlContext) -> None:
     """Serve until cancelled. A server that cannot start, or whose socket was deleted, is started again."""
+    config, queries, admin = context.config, QueryService(context), AdminService(context)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(_serve_sockets, config.name, queries, admin, name="control sockets")
         if config.metrics is not None:

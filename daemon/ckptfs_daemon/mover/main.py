@@ -39,8 +39,7 @@ from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.control import server
-from ckptfs_daemon.control.admin import AdminService
-from ckptfs_daemon.control.queries import QueryService
+from ckptfs_daemon.control.control_context import ControlContext
 from ckptfs_daemon.drain import Drain
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.ipc import ChildSetup, ProgressSignal, UpgradeRequests
@@ -101,8 +100,8 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(lanes.relieve, "fetch", limits.FETCHES_SHARED_MAX + 1, flows.fetch, build_lane, name="spare lanes")
         nursery.start_soon(lanes.relieve, "scan", 2, flows.scan, build_lane, name="spare lanes")
         nursery.start_soon(lanes.relieve, "check pfs", 2, flows.check_pfs, build_lane, name="spare lanes")
-        queries, admin = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades, notify)
-        nursery.start_soon(server.serve, config, queries, admin, name="control")
+        control = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades, notify)
+        nursery.start_soon(server.serve, control, name="control")
         if cluster_services is not None:
             cluster_services.membership.subscribe(lambda _: lanes.wake())
             cluster_services.membership.on_lease_renewed = lambda lease: wake_channel.notify(ipc.build_message(ipc.LEASE_RENEWED, lease))
@@ -127,26 +126,18 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
 def _build_control(
     setup: ChildSetup, db: Database, tiers: Tiers, lanes: Lanes, cluster_services: ClusterServices | None, progress: ProgressSignal,
     drain: Drain, upgrades: UpgradeRequests, notify: Notifier,
-) -> tuple[QueryService, AdminService]:  # fmt: skip
+) -> ControlContext:  # fmt: skip
     token = trio.lowlevel.current_trio_token()
-    retry_now = functools.partial(trio.from_thread.run_sync, lanes.retry_now, trio_token=token)
-    wake_lanes = functools.partial(ipc.call_soon, token, lanes.wake)
-    figures, refresh_pfs_path = None, lambda inode: None
+    context = ControlContext(
+        setup.config, db, tiers, progress=progress,
+        retry_now=functools.partial(trio.from_thread.run_sync, lanes.retry_now, trio_token=token),
+        wake_lanes=functools.partial(ipc.call_soon, token, lanes.wake), invalidate_inode=notify.invalidate_inode,
+        request_log_level=functools.partial(ipc.request_log_level, setup.link), record_missed_drain=drain.record_missed,
+        request_upgrade=upgrades.ask,
+    )  # fmt: skip
     if cluster_services is not None:
-        figures, refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path
-    refused, request_log_level = server_limits.RefusedCalls(), functools.partial(ipc.request_log_level, setup.link)
-    return QueryService(setup.config, db, tiers, figures, refused, progress, wake_lanes), AdminService(
-        setup.config,
-        db,
-        tiers,
-        retry_now,
-        refused,
-        request_log_level,
-        refresh_pfs_path,
-        drain.record_missed,
-        upgrades.ask,
-        notify.invalidate_inode,
-    )
+        context.cluster, context.refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path
+    return context
 
 
 async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: UpgradeRequests, lanes: Lanes) -> None:
