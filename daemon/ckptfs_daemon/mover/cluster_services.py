@@ -55,8 +55,7 @@ class ClusterServices:
 
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
         assert config.cluster is not None
-        self._db = db
-        self._config = config
+        self._db, self._tiers, self._config, self._notify = db, tiers, config, notify
         self._identity = None if config.keys is None else certificates.load_for(config.keys, config.node, config.cluster)
         self._store = EpochCheckedStore(open_store(config), db)
         self._revoked = RevocationList(config.keys)
@@ -77,30 +76,28 @@ class ClusterServices:
         transport = TransportFigures(self._replicate.list_loads, self._peers.get_figures, self._get_server_figures, self._peers.ping)
         self.figures = ClusterFigures(config, db, self._store, transport, self._identity, lambda: cluster_status.examine_etcd(config))
         self._announce = AnnounceCopies(db, self.cluster)
-        self._repair = Repair(db, notify, self.cluster)
-        self._take_over = TakeOver(db, notify, self.cluster)
-        self._keep_island = KeepIsland(db, tiers, config)
-        self._salvage = Salvage(db, tiers, notify, self.cluster)
-        self._check_values = CheckValues(db, self._store, config.cluster)
-        self._inspect_file = InspectFile(db, notify, self.cluster)
-        self._reconcile = Reconcile(db, tiers, notify, self.cluster, self._host.reported_unneeded)
-        self._drop_dead_records = DropDeadRecords(db, self.cluster)
-        self._fsync_replication = FsyncReplication(db, tiers, notify, self.cluster)
-        self._periodic_replication = PeriodicReplication(db, tiers, self.cluster)
-        self._early_replication = EarlyReplication(db, tiers, self.cluster)
 
     def list_flows(self) -> list[tuple[str, Flow]]:
         """Return (name, flow) of the lanes of a cluster. A read-only mount gives other nodes nothing."""
-        if self._config.is_read_only:
-            return [("inspect", self._inspect_file), ("values", self._check_values)]
-        return [
-            ("replicate", self._replicate), ("announce", self._announce), ("repair", self._repair), ("reconcile", self._reconcile),
-            ("salvage", self._salvage), ("inspect", self._inspect_file), ("host", self._host),
-            ("early copies", self._early_replication), ("copy open files", self._periodic_replication),
-            ("dead records", self._drop_dead_records), ("values", self._check_values),
-            *([("take over", self._take_over), ("island copies", self._keep_island)] if self._config.pfs is not None else ()),
-            *((f"fsync copies {number}", self._fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
+        db, tiers, config, notify, cluster = self._db, self._tiers, self._config, self._notify, self.cluster
+        assert config.cluster is not None
+        found: list[tuple[str, Flow]] = [
+            ("inspect", InspectFile(db, notify, cluster)),
+            ("values", CheckValues(db, self._store, config.cluster)),
+        ]
+        if config.is_read_only:
+            return found
+        fsync_replication = FsyncReplication(db, tiers, notify, cluster)
+        found += [
+            ("replicate", self._replicate), ("announce", self._announce), ("host", self._host), ("repair", Repair(db, notify, cluster)),
+            ("reconcile", Reconcile(db, tiers, notify, cluster, self._host.reported_unneeded)),
+            ("salvage", Salvage(db, tiers, notify, cluster)), ("early copies", EarlyReplication(db, tiers, cluster)),
+            ("copy open files", PeriodicReplication(db, tiers, cluster)), ("dead records", DropDeadRecords(db, cluster)),
+            *((f"fsync copies {number}", fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
         ]  # fmt: skip
+        if config.pfs is not None:
+            found += [("take over", TakeOver(db, notify, cluster)), ("island copies", KeepIsland(db, tiers, config))]
+        return found
 
     def refresh_pfs_path(self, inode: int) -> None:
         """Read from the store where a file is on the PFS now: another node may have moved it."""
