@@ -9,13 +9,14 @@ CAP_SYS_PTRACE.
 """
 
 import os
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import trio
 
 from ckptfs import disk, limits
+from ckptfs.bounded_table import BoundedTable
 from ckptfs.coherence import read
 from ckptfs_daemon.mount.cluster.shared_namespace import Name, SharedNamespace
 
@@ -52,8 +53,8 @@ class LookupPrefetch:
         """`call_of` returns the system call of a thread."""
         self._shared_namespace = shared_namespace
         self._call_of = call_of
-        self._walks: OrderedDict[int, PathWalk] = OrderedDict()
-        self._last_names: OrderedDict[int, bytes] = OrderedDict()
+        self._walks = BoundedTable[int, PathWalk](limits.LOOKUPS_MAX)
+        self._last_names = BoundedTable[int, bytes](limits.LOOKUPS_MAX)
 
     def consume_fresh_name(self, pid: int, parent: int, name: bytes) -> bool:
         """Return True, once, if a walk of thread `pid` has prefetched this name."""
@@ -61,7 +62,7 @@ class LookupPrefetch:
         if walk is None or not walk.names or walk.names[0] != (parent, name) or not walk.is_valid(self._call_of(pid)):
             return False
         walk.names.popleft()
-        self._record_lookup(parent, name)
+        self._last_names[parent] = name
         return True
 
     def consume_fresh_inode(self, pid: int, inode: int) -> bool:
@@ -77,7 +78,7 @@ class LookupPrefetch:
         """Make the rows of a name fresh. `pid`: the calling thread, 0 if unknown."""
         if self.consume_fresh_name(pid, parent, name):
             return
-        self._record_lookup(parent, name)
+        self._last_names[parent] = name
         child = read.find_directory(self._shared_namespace.db, parent, name)
         ahead = [] if child is None else self._predict_steps(child)
         await self._shared_namespace.refresh_name(parent, name, *ahead)
@@ -107,16 +108,7 @@ class LookupPrefetch:
     def _start_walk(self, pid: int, ahead: list[Name]) -> None:
         if pid:
             now_s = trio.current_time()
-            self._walks.pop(pid, None)
             self._walks[pid] = PathWalk(self._call_of(pid), now_s + limits.LOOKUP_FRESH_S, now_s + limits.LOOKUP_STEP_S, deque(ahead))
-            if len(self._walks) > limits.LOOKUPS_MAX:
-                self._walks.popitem(last=False)
-
-    def _record_lookup(self, parent: int, name: bytes) -> None:
-        self._last_names[parent] = name
-        self._last_names.move_to_end(parent)
-        if len(self._last_names) > limits.LOOKUPS_MAX:
-            self._last_names.popitem(last=False)
 
     def _predict_steps(self, directory: int) -> list[Name]:
         """Return the names that will probably be looked up from a directory on, step by step."""

@@ -17,7 +17,6 @@ are remembered; any other number gets ESTALE, and the kernel then looks the name
 import contextlib
 import errno
 import stat
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 
 from ckptfs import limits, series
+from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
 from ckptfs.model import ROOT
@@ -70,8 +70,7 @@ class VirtualInodes:
     """The numbers of the entries that were looked up last."""
 
     def __init__(self, at_most: int = limits.VIRTUAL_NAMES_MAX) -> None:
-        self._at_most = at_most
-        self._entries: OrderedDict[int, VirtualEntry] = OrderedDict()
+        self._entries = BoundedTable[int, VirtualEntry](at_most)
 
     def assign_inode(self, entry: VirtualEntry) -> int:
         """Return the inode number of an entry, and remember it."""
@@ -79,9 +78,6 @@ class VirtualInodes:
         while self._entries.get(FIRST_INODE + number, entry) != entry:
             number = (number + 1) % _COUNT
         self._entries[FIRST_INODE + number] = entry
-        self._entries.move_to_end(FIRST_INODE + number)
-        if len(self._entries) > self._at_most:
-            self._entries.popitem(last=False)
         return FIRST_INODE + number
 
     def find_entry(self, number: int) -> VirtualEntry | None:

@@ -13,6 +13,7 @@ import logging
 import re
 
 from ckptfs import limits, series
+from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import namespace
 from ckptfs.catalog.database import Database
 from ckptfs.tiers.prepared import PreparedFiles
@@ -28,10 +29,10 @@ class ExpectedSizes:
     def __init__(self, db: Database, prepared: PreparedFiles) -> None:
         self._db = db
         self._prepared = prepared
-        self._by_kind: dict[bytes, int] = {}
-        self._large_kinds: dict[bytes, int] = {}
-        """Kinds of which a file was large: only their files have a place. Sizes are not used."""
-        self._by_place: dict[bytes, int] | None = None
+        self._by_kind = BoundedTable[bytes, int](limits.EXPECTED_NAMES_MAX)
+        self._large_kinds = BoundedTable[bytes, None](limits.EXPECTED_NAMES_MAX)
+        """Kinds of which a file was large: only their files have a place."""
+        self._by_place: BoundedTable[bytes, int] | None = None
         self._has_restored_places = False
 
     def get(self, directory: int, name: bytes) -> int:
@@ -46,37 +47,30 @@ class ExpectedSizes:
     def record(self, directory: int, name: bytes, size: int) -> None:
         """Remember the size of a file that its last writer has closed, by where it was created."""
         places, kind, is_large = self._load_places(), _strip_numbers(name), size >= limits.PREPARED_BYTES_MIN
-        self._remember(self._by_kind, kind, size, limits.EXPECTED_NAMES_MAX)
+        self._by_kind[kind] = size
         if is_large:
-            self._remember(self._large_kinds, kind, size, limits.EXPECTED_NAMES_MAX)
+            self._large_kinds[kind] = None
         elif kind not in self._large_kinds:
             return
         place = self._get_place(directory, name)
         if not is_large and place not in places:
             return
-        self._remember(places, place, size, limits.PREPARED_PLACES_MAX)
+        places[place] = size
         with contextlib.suppress(OSError):  # Then the next file of this place is not prepared.
             self._prepared.record_size(place, size)
 
-    def _load_places(self) -> dict[bytes, int]:
+    def _load_places(self) -> BoundedTable[bytes, int]:
         if self._by_place is None:
-            self._by_place = {}
+            self._by_place = BoundedTable(limits.PREPARED_PLACES_MAX)
             with contextlib.suppress(OSError):
-                self._by_place = {one.place: one.size_bytes for one in reversed(self._prepared.prune_expected())}
+                for one in reversed(self._prepared.prune_expected()):
+                    self._by_place[one.place] = one.size_bytes
             self._has_restored_places = bool(self._by_place)
         return self._by_place
 
     def _get_place(self, directory: int, name: bytes) -> bytes:
         path = namespace.get_path(self._db, directory) + b"/" + name
         return hashlib.blake2b(series.get_place(path), digest_size=_PLACE_BYTES).digest()
-
-    @staticmethod
-    def _remember(sizes: dict[bytes, int], key: bytes, size: int, at_most: int) -> None:
-        """Set a size. The one that was set longest ago is forgotten."""
-        sizes.pop(key, None)
-        sizes[key] = size
-        if len(sizes) > at_most:
-            del sizes[next(iter(sizes))]
 
 
 def _strip_numbers(name: bytes) -> bytes:

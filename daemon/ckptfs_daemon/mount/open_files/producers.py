@@ -16,12 +16,10 @@ import threading
 import time
 from collections import OrderedDict
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from ckptfs import procfs
-
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+from ckptfs.bounded_table import BoundedTable
 
 PROCESSES_MAX = 4096
 FILES_MAX = 65_536
@@ -82,26 +80,27 @@ class ProducerNotes:
     def __init__(self) -> None:
         self._host = socket.gethostname()
         self._processes: OrderedDict[int, tuple[float, Process]] = OrderedDict()
-        self._opened: OrderedDict[int, int] = OrderedDict()
-        self._files: OrderedDict[int, WrittenFile] = OrderedDict()
-        self._reads: OrderedDict[tuple[int, int], None] = OrderedDict()
+        """Both threads set entries, which for this type is safe."""
+        self._opened = BoundedTable[int, int](FILES_MAX)
+        self._files = BoundedTable[int, WrittenFile](FILES_MAX)
+        self._reads = BoundedTable[tuple[int, int], None](FILES_MAX)
         self._new_reads: list[tuple[int, int]] = []
         self._to_read: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def note_writer(self, pid: int, inode: int) -> None:
         if inode not in self._opened:
-            _add(self._opened, inode, time.time_ns(), FILES_MAX)
+            self._opened[inode] = time.time_ns()
         self._describe(pid)
 
     def note_closed(self, inode: int, pid: int) -> None:
         now_ns = time.time_ns()
-        _add(self._files, inode, WrittenFile(Process(pid), self._opened.pop(inode, now_ns), now_ns), FILES_MAX)
+        self._files[inode] = WrittenFile(Process(pid), self._opened.pop(inode, now_ns), now_ns)
 
     def note_reader(self, pid: int, inode: int) -> None:
         """Note that a thread has opened a file for reading. Each thread and file is noted once."""
         if (inode, pid) not in self._reads:
-            _add(self._reads, (inode, pid), None, FILES_MAX)
+            self._reads[inode, pid] = None
             if len(self._new_reads) < FILES_MAX:
                 self._new_reads.append((inode, pid))
             self._describe(pid)
@@ -128,7 +127,10 @@ class ProducerNotes:
         known = self._processes.get(pid)
         if not pid or (known is not None and time.monotonic() - known[0] < REREAD_S):
             return
-        _add(self._processes, pid, (time.monotonic(), known[1] if known is not None else Process(pid)), PROCESSES_MAX)
+        self._processes[pid] = (time.monotonic(), known[1] if known is not None else Process(pid))
+        self._processes.move_to_end(pid)
+        if len(self._processes) > PROCESSES_MAX:
+            self._processes.popitem(last=False)
         self._to_read.put(pid)
         if self._thread is None:
             self._thread = threading.Thread(target=self._read, name="producers", daemon=True)
@@ -139,11 +141,3 @@ class ProducerNotes:
             pid = self._to_read.get()
             if text := describe_process(pid, self._host):
                 self._processes[pid] = (time.monotonic(), Process(pid, text, procfs.get_started_ns(pid)))
-
-
-def _add(table: OrderedDict[Key, Value], key: Key, value: Value, at_most: int) -> None:
-    """Set an entry as the newest one. The oldest goes if there are too many."""
-    table[key] = value
-    table.move_to_end(key)
-    if len(table) > at_most:
-        table.popitem(last=False)

@@ -9,13 +9,14 @@ import errno
 import functools
 import os
 import time
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import trio
 
 from ckptfs import disk, lifecycle, limits
+from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, copies, history, history_names, mover_requests, namespace, set_members, summary
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -65,7 +66,7 @@ class MountMemberReader:
 
     def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
         self._context, self._changes = context, changes
-        self._known: OrderedDict[tuple[int, int, bytes], FileFormat] = OrderedDict()
+        self._known = BoundedTable[tuple[int, int, bytes], FileFormat](limits.INSPECTED_FILES_MAX)
         self._pfs_silent_until_s = float("-inf")
         self._named_until_s: dict[int, float] = {}
 
@@ -321,13 +322,11 @@ class MountMemberReader:
         is_elsewhere = not (state.has_local_copy or state.holders)
         key = (state.content.id, state.content.generation, name) if state.content is not None else (0, 0, b"")
         if key in self._known and not is_elsewhere:
-            self._known.move_to_end(key)
-            return self._known[key]
-        found = await self._inspect(state, name)
+            found = self._known[key]
+        else:
+            found = await self._inspect(state, name)
         if key[0]:
             self._known[key] = found
-            if len(self._known) > limits.INSPECTED_FILES_MAX:
-                self._known.popitem(last=False)
         return found
 
     async def _inspect(self, state: FetchState, name: bytes) -> FileFormat:

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import trio
 
 from ckptfs import limits
+from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import history, history_names, inodes, set_members, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet, SeriesRecord
@@ -81,9 +81,9 @@ class SetEvents:
     def __init__(self, context: MountContext, refresh: SetRefresh) -> None:
         self._context, self._refresh = context, refresh
         self._highest = context.config.highest_level
-        self._begun: OrderedDict[tuple[int, bytes], _Begun] = OrderedDict()
-        self._loads: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self._watched: OrderedDict[int, _Watched] = OrderedDict()
+        self._begun = BoundedTable[tuple[int, bytes], _Begun](BEGUN_MAX)
+        self._loads = BoundedTable[tuple[int, int], None](LOADS_MAX)
+        self._watched = BoundedTable[int, _Watched](WATCHED_MAX)
 
     async def start(self) -> None:
         """Watch the set of each series that was completed last, if it is not as safe as it can be."""
@@ -104,10 +104,7 @@ class SetEvents:
             writers[file.process.pid] = WrittenFile(file.process, opened_ns, closed_ns)
 
     def _open(self, found: FoundMember) -> _Begun:
-        begun = self._begun.setdefault(found.key, _Begun(found))
-        self._begun.move_to_end(found.key)
-        if len(self._begun) > BEGUN_MAX:
-            self._begun.popitem(last=False)
+        self._begun[found.key] = begun = self._begun.get(found.key) or _Begun(found)
         return begun
 
     def record_begun(self, found: FoundMember) -> None:
@@ -207,8 +204,6 @@ class SetEvents:
         if key in self._loads or any((each.host, each.pid) == (reader.get("host"), reader["pid"]) for each in one.record.producers):
             return
         self._loads[key] = None
-        if len(self._loads) > LOADS_MAX:
-            self._loads.popitem(last=False)
         _record_of_set(db, kind, one.directory, reader=reader)
 
     # --- levels -------------------------------------------------------------------------------------------------------
@@ -216,8 +211,6 @@ class SetEvents:
     def _watch(self, directory: int, level: Level) -> None:
         if self._highest is not None and level is not self._highest:
             self._watched[directory] = _Watched(level, trio.current_time() + limits.SET_POLL_S)
-            if len(self._watched) > WATCHED_MAX:
-                self._watched.popitem(last=False)
 
     async def record_levels(self) -> None:
         """Record which sets are safer than they were at the last look."""
