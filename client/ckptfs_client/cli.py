@@ -44,25 +44,20 @@ from ckptfs_client.sets import set_commands
 KeysDirectory = Annotated[Path, Argument(metavar="DIR", help="The CA's directory. Keep ca.key secret: it can sign any node.")]
 KeysNode = Annotated[str, Argument(metavar="NODE", help="The node's name: its node= option, or else its host name.")]
 
-HELP_NAMES = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 app = typer.Typer(
-    name="ckptfs", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None, epilog=EPILOG,
-    context_settings=HELP_NAMES,
+    name="ckptfs", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     help="Inspect and control ckptfs mounts: what is stored where, and how safe it is. Example: ckptfs status /ckpt",
 )  # fmt: skip
 keys_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG,
-    help="Issue and revoke the certificates of a cluster's nodes. Example: ckptfs keys init /etc/ckptfs/ca",
-)  # fmt: skip
+    no_args_is_help=True, help="Issue and revoke the certificates of a cluster's nodes. Example: ckptfs keys init /etc/ckptfs/ca"
+)
+cluster_app = typer.Typer(no_args_is_help=True, help="Repair what the nodes of a cluster share. Example: ckptfs cluster adopt /ckpt")
 app.add_typer(set_commands.app)
 app.add_typer(node_commands.app)
 app.add_typer(analysis_commands.app)
 app.add_typer(commands.app, name="lab")
 app.add_typer(chaos_command.app)
-cluster_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, epilog=EPILOG,
-    help="Repair what the nodes of a cluster share. Example: ckptfs cluster adopt /ckpt",
-)  # fmt: skip
 app.add_typer(keys_app, name="keys")
 app.add_typer(cluster_app, name="cluster")
 
@@ -83,9 +78,10 @@ def _invoke(invoke: Callable[[Any], Any], context: Any) -> Any:
 
 
 def build_command() -> Any:
-    """Build the command. Its help shows placeholders (LEVEL), and no types of Python."""
+    """Build the command. Each help shows placeholders (LEVEL), no types of Python, and the exit codes."""
     command = typer.main.get_command(app)
     for one in _walk(command):
+        one.epilog = EPILOG
         for parameter in one.params:
             placeholder = None if parameter.param_type_name == "argument" else parameter.metavar or (parameter.name or "").upper()
             parameter.display_type_rich = functools.partial(_get_placeholder, placeholder)
@@ -120,7 +116,7 @@ def _take_common_options(
 # --- one mount --------------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def status(
     directory: AnyDirectory = None,
     json: Json = False,
@@ -159,7 +155,7 @@ def status(
         raise typer.Exit(NoMount.exit_code)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def df(
     directory: AnyDirectory = None,
     checkpoint: Annotated[str | None, Option(metavar="SIZE", help="Check whether checkpoints fit if each rank writes SIZE.")] = None,
@@ -195,7 +191,7 @@ def df(
         raise typer.Exit(1)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def drain(
     directory: Directory = None,
     deadline: Annotated[
@@ -226,7 +222,7 @@ def _get_log_levels() -> tuple[str, ...]:
     return tuple(LOG_LEVELS)
 
 
-@app.command("log-level", epilog=EPILOG)
+@app.command("log-level")
 def log_level(
     words: Annotated[
         list[str] | None,
@@ -257,7 +253,7 @@ def log_level(
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
-@app.command("ls", epilog=EPILOG)
+@app.command("ls")
 def list_files(
     paths: Paths,
     json: Json = False,
@@ -277,7 +273,7 @@ def list_files(
         render.print_answer(found, lambda: build_listing(found), json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def wait(
     paths: Paths,
     level: Annotated[str, level_option("local: safe if ckptfs dies; clique: safe if this node dies; pfs: on the PFS.")] = "pfs",
@@ -301,7 +297,7 @@ def wait(
             render.follow_progress(client.wait(inode, level, left), f"{path} to {level}", f"{path} has the level {level}", json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def refresh(
     path: Annotated[Path, Argument(metavar="DIR", help="A directory in a mount; for a file, its directory.")],
     recursive: Annotated[bool, Option("--recursive", "-r", help="Include all directories below.")] = False,
@@ -327,7 +323,7 @@ def refresh(
 # --- this machine -----------------------------------------------------------------------------------------------------
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def doctor(json: Json = False) -> None:
     """Check this machine and its mounts, and suggest remedies.
 
@@ -348,7 +344,7 @@ def doctor(json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-@app.command("mounts", epilog=EPILOG)
+@app.command("mounts")
 def list_names(
     delete: Annotated[str | None, Option(metavar="NAME", help="Delete what an unmounted name holds on this node.")] = None,
     yes: Annotated[bool, Option("--yes", help="With --delete: delete it even if data are lost.")] = False,
@@ -382,7 +378,7 @@ def list_names(
         print("no ckptfs is mounted on this machine, and no unmounted one is known; mount -t ckptfs NAME DIR mounts one")
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def version(json: Json = False) -> None:
     """Print the version of ckptfs.
 
@@ -392,7 +388,7 @@ def version(json: Json = False) -> None:
     render.print_answer(answer, lambda: f"ckptfs {__version__}", json=json)
 
 
-@app.command("help", epilog=EPILOG)
+@app.command("help")
 def show_help(
     context: typer.Context, words: Annotated[list[str] | None, Argument(metavar="[COMMAND]", help="The command to explain.")] = None
 ) -> None:
@@ -407,7 +403,7 @@ def show_help(
 # --- cluster ----------------------------------------------------------------------------------------------------------
 
 
-@cluster_app.command(epilog=EPILOG)
+@cluster_app.command()
 def adopt(
     directory: Directory = None,
     last: Annotated[bool, Option("--last", help="No other node will adopt: those that have not are gone for good.")] = False,
@@ -429,7 +425,7 @@ def adopt(
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 
-@keys_app.command(epilog=EPILOG)
+@keys_app.command()
 def init(directory: KeysDirectory, cluster: Annotated[str, Option(help="The cluster's name, as in cluster=NAME.")] = "ckptfs") -> None:
     """Create the CA of a cluster: DIR/ca.pem and DIR/ca.key.
 
@@ -441,7 +437,7 @@ def init(directory: KeysDirectory, cluster: Annotated[str, Option(help="The clus
     print(f"{authority} is the CA of cluster {cluster}; ckptfs keys issue {directory} NODE makes the keys of a node")
 
 
-@keys_app.command(epilog=EPILOG)
+@keys_app.command()
 def issue(
     directory: KeysDirectory,
     node: KeysNode,
@@ -458,7 +454,7 @@ def issue(
     print(f"{target} holds the keys of node {node}; copy it to the node and mount with keys=DIRECTORY")
 
 
-@keys_app.command(epilog=EPILOG)
+@keys_app.command()
 def revoke(directory: KeysDirectory, node: KeysNode) -> None:
     """Revoke all keys that were issued to a node.
 

@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from ckptfs import limits
 from ckptfs_client import mounts, render
-from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
+from ckptfs_client.errors import CommandFailed, NoMount, UsageError
 from ckptfs_client.options import Directory, Json, parse_option, time_option
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def parse_failure_rate(mtbf: str | None, nodes: int | None, node_mtbf: str | Non
     return parse_time("--node-mtbf", node_mtbf or "") / nodes
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def advise(
     series: Annotated[
         Path | None, Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory. Optional with --cost.")
@@ -117,7 +117,7 @@ def _observe_failure_rate(series: Path) -> tuple[float, int]:
     return found.mtbf_s, found.failures
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def simulate(
     nodes: Annotated[int, Option(min=1, max=NODES_MAX, metavar="N", help="Nodes of the job.")],
     mtbf: JobMtbf = None,
@@ -182,7 +182,7 @@ def parse_since(text: str | None) -> int:
         raise UsageError(f"--since {text[:40]!r} is not a time; accepted: {accepted}") from None
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def events(
     directory: Directory = None,
     follow: Annotated[bool, Option("--follow", "-f", help="Print new events as they come, until interrupted.")] = False,
@@ -213,7 +213,7 @@ def wait_for_events() -> None:
         raise BrokenPipeError
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def goodput(
     series: Annotated[Path, Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', or its directory.")],
     log: Logs = None,

@@ -15,7 +15,7 @@ import typer
 from typer import Option
 
 from ckptfs_client import render
-from ckptfs_client.errors import EPILOG, ClientError, UsageError
+from ckptfs_client.errors import ClientError, UsageError
 from ckptfs_client.options import Json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ ETCD_MEMBERS = 3
 RAM = "512M"
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def chaos(
     seed: Annotated[int, Option(metavar="N", help="The same seed gives the same faults in the same order.")] = 1,
     nodes: Annotated[int, Option(min=2, metavar="N", help="The number of nodes.")] = 3,

@@ -9,7 +9,7 @@ import typer
 from typer import Argument, Option
 
 from ckptfs_client import render
-from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client.errors import UsageError
 from ckptfs_client.options import Json, parse_option
 
 if TYPE_CHECKING:
@@ -17,15 +17,14 @@ if TYPE_CHECKING:
     from ckptfs_client.lab.laboratory import Laboratory
 
 app = typer.Typer(
-    no_args_is_help=True, epilog=EPILOG,
-    help="Run a cluster on this machine, in network namespaces. Example: sudo ckptfs lab start --nodes 3",
-)  # fmt: skip
+    no_args_is_help=True, help="Run a cluster on this machine, in network namespaces. Example: sudo ckptfs lab start --nodes 3"
+)
 
 LabDirectory = Annotated[Path | None, Option("--dir", envvar="CKPTFS_LAB", help="The lab's directory.  [default: /var/lib/ckptfs/lab]")]
 NodeName = Annotated[str, Argument(metavar="NODE", help="node1, node2, ...")]
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def start(
     what: Annotated[str | None, Argument(metavar="[etcd]", help="Start only etcd, after `stop etcd`.")] = None,
     nodes: Annotated[int, Option(help="The number of nodes.")] = 3,
@@ -54,7 +53,7 @@ def start(
     _print_status(lab, json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def stop(
     what: Annotated[str | None, Argument(metavar="[etcd]", help="Kill only etcd; `start etcd` starts it again.")] = None,
     directory: LabDirectory = None,
@@ -73,7 +72,7 @@ def stop(
         print(f"there is no lab in {lab.directory}", file=sys.stderr)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def status(directory: LabDirectory = None, json: Json = False) -> None:
     """Show the nodes with their daemons, links and mounts.
 
@@ -82,7 +81,7 @@ def status(directory: LabDirectory = None, json: Json = False) -> None:
     _print_status(_open_laboratory(directory), json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def kill(node: NodeName, directory: LabDirectory = None) -> None:
     """Kill (-9) every process of a node, those of `exec` too.
 
@@ -91,7 +90,7 @@ def kill(node: NodeName, directory: LabDirectory = None) -> None:
     _open_laboratory(directory).kill(node)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def wipe(
     node: NodeName,
     nvme: Annotated[bool, Option("--nvme", help="Delete its NVMe tier and its catalog too: it returns as a new machine.")] = False,
@@ -104,7 +103,7 @@ def wipe(
     _open_laboratory(directory).wipe(node, nvme=nvme)
 
 
-@app.command("start-node", epilog=EPILOG)
+@app.command("start-node")
 def start_node(node: NodeName, directory: LabDirectory = None) -> None:
     """Start a killed node again, or add a node.
 
@@ -115,7 +114,7 @@ def start_node(node: NodeName, directory: LabDirectory = None) -> None:
     _open_laboratory(directory).start_node(node)
 
 
-@app.command("restart-node", epilog=EPILOG)
+@app.command("restart-node")
 def restart_node(node: NodeName, directory: LabDirectory = None) -> None:
     """Unmount a node cleanly and mount it again.
 
@@ -124,7 +123,7 @@ def restart_node(node: NodeName, directory: LabDirectory = None) -> None:
     _open_laboratory(directory).restart_node(node)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def cut(node: NodeName, directory: LabDirectory = None) -> None:
     """Cut a node off from the other nodes and from etcd.
 
@@ -133,7 +132,7 @@ def cut(node: NodeName, directory: LabDirectory = None) -> None:
     _open_laboratory(directory).cut(node)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def slow(
     node: NodeName,
     rate: Annotated[str, Option(help="Such as 100mbit or 1gbit.")],
@@ -146,7 +145,7 @@ def slow(
     _open_laboratory(directory).slow(node, _parse_bits_per_s(rate))
 
 
-@app.command("heal", epilog=EPILOG)
+@app.command("heal")
 def heal(
     node: Annotated[str | None, Argument(metavar="[NODE]", help="Heal only this node.")] = None, directory: LabDirectory = None
 ) -> None:
@@ -159,7 +158,7 @@ def heal(
     _open_laboratory(directory).heal(*([node] if node else []))
 
 
-@app.command("exec", epilog=EPILOG, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command("exec", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def execute(
     node: NodeName,
     command: Annotated[list[str], Argument(metavar="-- COMMAND...", help="A program and its arguments.")],

@@ -10,14 +10,14 @@ from typer import Argument, Option
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client import mounts, render
-from ckptfs_client.errors import EPILOG, CommandFailed, NoMount, UsageError
+from ckptfs_client.errors import CommandFailed, NoMount, UsageError
 from ckptfs_client.options import AnyDirectory, Directory, Json, Paths, Timeout, connect, parse_seconds, time_option
 
 app = typer.Typer()
 CONFIG_WIDTH_MAX = 60
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def health(
     directory: AnyDirectory = None,
     timeout: Annotated[str, time_option("After this time without an answer the daemon counts as down.")] = "5s",
@@ -44,7 +44,7 @@ def health(
         raise typer.Exit(code)
 
 
-@app.command("config", epilog=EPILOG)
+@app.command("config")
 def show_config(
     directory: Directory = None,
     given: Annotated[bool, Option("--given", help="Only what was given, not the defaults.")] = False,
@@ -70,7 +70,7 @@ def show_config(
         print(render.escape_unprintable(f"{f'{one.name}={one.value}':{min(width, CONFIG_WIDTH_MAX)}}  {one.origin}"))
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def who(
     path: Annotated[Path, Argument(metavar="PATH", help="A file or directory in a mount. Of a directory, all below counts.")],
     json: Json = False,
@@ -95,7 +95,7 @@ def who(
         print(f"ckptfs: {render.escape_unprintable(note)}", file=sys.stderr)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def warm(
     paths: Paths,
     timeout: Timeout = None,
@@ -118,7 +118,7 @@ def warm(
         print(f"{amount} (after {format_duration(time.monotonic() - begun_s)})")
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def web(
     listen: Annotated[str, Option(metavar="HOST:PORT", help="The address to serve.")] = "127.0.0.1:9465",
     beyond_loopback: Annotated[bool, Option("--beyond-loopback", help="Allow an address that other machines can reach.")] = False,
@@ -136,7 +136,7 @@ def web(
     web_server.serve(address, lambda url: print(f"{url} shows the mounts of this machine; Ctrl-C ends it", flush=True))
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def upgrade(
     mount: Annotated[
         str | None, Argument(metavar="MOUNT", help="A path in the mount, or its name. Optional if only one ckptfs is mounted.")

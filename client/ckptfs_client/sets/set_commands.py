@@ -12,7 +12,7 @@ from typer import Argument, Option
 from ckptfs.model import Level
 from ckptfs.quantities import format_count, format_size
 from ckptfs_client import mounts, render
-from ckptfs_client.errors import EPILOG, UsageError
+from ckptfs_client.errors import UsageError
 from ckptfs_client.json_answers import SetChangeJson, VerifyJson
 from ckptfs_client.options import LEVELS, Json, level_option
 
@@ -32,7 +32,7 @@ def parse_level(level: str) -> Level:
     return Level(level)
 
 
-@app.command("list", epilog=EPILOG)
+@app.command("list")
 def list_sets(
     where: Annotated[
         Path | None, Argument(metavar="SERIES|DIR", readable=False, help="A pattern such as 'run1/step_*', a directory, or a member.")
@@ -54,7 +54,7 @@ def list_sets(
     set_listing.print_list(where, None if level is None else parse_level(level), lists_all=everything, is_json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def show(named: SetArgument, json: Json = False) -> None:
     """Show all that is known of a checkpoint set.
 
@@ -70,7 +70,7 @@ def show(named: SetArgument, json: Json = False) -> None:
     render.print_answer(shown, lambda: set_listing.format_set(shown, found.shown), json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def latest(
     series: Annotated[
         list[Path], Argument(metavar="SERIES", help="A pattern such as 'run1/step_*', the directory that holds it, or a file of it.")
@@ -91,7 +91,7 @@ def latest(
     newest.print_newest(series, parse_level(level), is_json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def verify(
     paths: Annotated[list[Path], Argument(metavar="PATH", help=f"Files or directories in a mount, series, or sets: {SET_FORMS}")],
     json: Json = False,
@@ -129,7 +129,7 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def restore(
     named: SetArgument,
     directory: Annotated[
@@ -157,7 +157,7 @@ def restore(
     render.print_answer(answer, lambda: render.escape_unprintable(text), json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def rollback(
     series: SeriesArgument,
     to: Annotated[
@@ -185,7 +185,7 @@ def rollback(
             _print_change(target.shown, set_changes.roll_back(target), json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def pin(named: SetArgument, json: Json = False) -> None:
     """Pin a checkpoint set: no rule deletes it.
 
@@ -194,7 +194,7 @@ def pin(named: SetArgument, json: Json = False) -> None:
     _change_set(named, json, lambda changes, found, _: changes.set_pin(found, pinned=True))
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def unpin(named: SetArgument, json: Json = False) -> None:
     """Let rules delete a checkpoint set again.
 
@@ -203,7 +203,7 @@ def unpin(named: SetArgument, json: Json = False) -> None:
     _change_set(named, json, lambda changes, found, _: changes.set_pin(found, pinned=False))
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def annotate(
     named: SetArgument,
     text: Annotated[str, Argument(metavar="TEXT", help="The note; an empty one deletes it.")],
@@ -216,7 +216,7 @@ def annotate(
     _change_set(named, json, lambda changes, found, _: changes.annotate(found, text))
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def commit(
     path: Annotated[Path, Argument(metavar="PATH", help="A file or directory of a series.")],
     json: Json = False,
@@ -231,7 +231,7 @@ def commit(
     _print_change(str(path), set_changes.commit(path), json=json)
 
 
-@app.command(epilog=EPILOG)
+@app.command()
 def rm(
     named: SetArgument,
     now: Annotated[bool, Option("--now", help="Delete it from the history, too, even if it is the last verified one.")] = False,
