@@ -76,10 +76,15 @@ def test_the_clique_of_a_node() -> None:
         pb.Member(name="far", alive=True, peers=["left"]),
         pb.Member(name="dead", alive=False, peers=["me"]),
     ]
-    mine, cluster = pb.Capacity(node="me", clustered=True), pb.Cluster(members=members)
-    assert [member.name for member in capacity.list_clique(mine, cluster)] == ["right", "left"]
-    assert capacity.list_peers(mine, cluster) == [members[1]]
-    assert capacity.list_clique(mine, None) == [] and capacity.list_peers(mine, None) == []
+    tier = pb.TierCapacity(name="ram", usable_bytes=100, usable_for_peers_bytes=100)
+    mine, cluster = pb.Capacity(node="me", clustered=True, replication_factor=2, tiers=[tier]), pb.Cluster(members=members)
+    found = capacity.build_report(mine, cluster, 4, 1)
+    assert [member.name for member in found.clique] == ["right", "left"]
+    assert found.fit is not None and "right has 6 B left for others, and 8 B of copies may go to it" in found.fit["sentence"]
+    members[1].has_figures = False
+    unknown = capacity.build_report(mine, pb.Cluster(members=members), 4, 1).fit
+    assert unknown is not None and unknown["fits"]
+    assert capacity.build_report(mine, None, None, 1) == (mine, [], None)
 
 
 def test_what_a_node_says(served: Served) -> None:

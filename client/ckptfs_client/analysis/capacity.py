@@ -99,13 +99,19 @@ def ask(client: "Client") -> tuple["pb.Capacity", "pb.Cluster | None"]:
 
 
 def build_report(found: "pb.Capacity", cluster: "pb.Cluster | None", size_bytes: int | None, kept_count: int) -> CapacityReport:
-    """Build the report of one mount. `size_bytes`: what a node writes of each checkpoint, if given."""
+    """Build the report of one mount. `size_bytes`: what a node writes of each checkpoint, if given.
+
+    Its clique are the live nodes that hold copies for this one, or for which it holds copies.
+    """
+    living = [] if cluster is None else [member for member in cluster.members if member.alive]
+    peers = {name for member in living if member.name == found.node for name in member.peers}
     fit = None
     if size_bytes is not None:
         need = CapacityNeed(size_bytes, kept_count, max(0, found.replication_factor - 1))
         tiers = [one for one in found.tiers if one.name != Tier.PFS]
-        fit = check_fit(need, tiers, list_peers(found, cluster), has_pfs=len(tiers) < len(found.tiers))
-    return CapacityReport(found, list_clique(found, cluster), fit)
+        known = [one for one in living if one.name in peers and one.has_figures]
+        fit = check_fit(need, tiers, known, has_pfs=len(tiers) < len(found.tiers))
+    return CapacityReport(found, [one for one in living if one.name in peers or found.node in one.peers], fit)
 
 
 def report_to_json(report: CapacityReport) -> dict[str, Any]:
@@ -128,24 +134,6 @@ def print_report(report: CapacityReport) -> None:
     if report.fit is not None:
         print(f"memory per checkpoint: {report.fit['factor']} times its size on each node")
         print(report.fit["sentence"])
-
-
-def list_clique(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> list["pb.Member"]:
-    """Return the live nodes that hold copies for this one, or for which it holds copies."""
-    living, peers = _list_living(capacity, cluster)
-    return [member for member in living if member.name in peers or capacity.node in member.peers]
-
-
-def list_peers(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> list["pb.Member"]:
-    """Return the live nodes that hold copies for this one and have reported their usage."""
-    living, peers = _list_living(capacity, cluster)
-    return [one for one in living if one.name in peers and one.has_figures]
-
-
-def _list_living(capacity: "pb.Capacity", cluster: "pb.Cluster | None") -> tuple[list["pb.Member"], set[str]]:
-    """Return the live nodes, and the names of those that hold copies for this one."""
-    living = [] if cluster is None else [member for member in cluster.members if member.alive]
-    return living, {name for member in living if member.name == capacity.node for name in member.peers}
 
 
 def build_tier_table(capacity: "pb.Capacity") -> Any:
