@@ -188,31 +188,30 @@ class AttributeHandlers:
 
     async def setxattr(self, inode: int, name: bytes, value: bytes, ctx: "RequestContext") -> None:
         """Set an attribute. pyfuse3 has checked XATTR_CREATE and XATTR_REPLACE by reading the value first."""
-        if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
-            await self._change_setting(inode, name, value, ctx.uid)
-        else:
-            await self._change_xattr(inode, name, lambda db: inodes.set_xattr(db, inode, name, value))
+        await self._change_xattr(inode, name, value, ctx.uid)
 
     async def removexattr(self, inode: int, name: bytes, ctx: "RequestContext") -> None:
+        await self._change_xattr(inode, name, None, ctx.uid)
+
+    async def _change_xattr(self, inode: int, name: bytes, value: bytes | None, uid: int) -> None:
+        """Set an attribute, or remove it without a value."""
         if name.startswith(summary.VIRTUAL_XATTR_PREFIX):
-            await self._change_setting(inode, name, None, ctx.uid)
+            await self._change_setting(inode, name.removeprefix(summary.VIRTUAL_XATTR_PREFIX), value, uid)
+        elif name in STORED_PREFIXES:
+            # A bare prefix is not a name, as on local filesystems.
+            raise posix_error(errno.EINVAL)
+        elif not name.startswith(STORED_PREFIXES):
+            raise posix_error(errno.EOPNOTSUPP)
+        elif value is None:
+            await self._commit_change(inode, lambda db: inodes.remove_xattr(db, inode, name))
         else:
-            await self._change_xattr(inode, name, lambda db: inodes.remove_xattr(db, inode, name))
+            await self._commit_change(inode, lambda db: inodes.set_xattr(db, inode, name, value))
 
     async def _change_setting(self, inode: int, name: bytes, value: bytes | None, uid: int) -> None:
-        name = name.removeprefix(summary.VIRTUAL_XATTR_PREFIX)
         await self._commit_change(inode, lambda db: user_settings.set_setting(db, inodes.get(db, inode), name, value, uid))
         if name == b"rollback":
             record_rollback(self._context.db, inode)
         self._on_setting()
-
-    async def _change_xattr(self, inode: int, name: bytes, change: Callable[[Database], None]) -> None:
-        if name in STORED_PREFIXES:
-            # A bare prefix is not a name, as on local filesystems.
-            raise posix_error(errno.EINVAL)
-        if not name.startswith(STORED_PREFIXES):
-            raise posix_error(errno.EOPNOTSUPP)
-        await self._commit_change(inode, change)
 
     async def _commit_change(self, inode: int, change: Callable[[Database], None]) -> None:
         request = get_current_request()
