@@ -158,13 +158,12 @@ class Restore(NamedTuple):
 
     def _copy_file(self, source: Path, copy: Path, digest: RunningDigest) -> Iterator[int]:
         """Copy a file, and add it to a digest. Yields the bytes of each piece."""
-        with open(source, "rb", buffering=0) as reader, open(copy, "xb", buffering=0) as writer:
+        with open(source, "rb", buffering=0) as reader, open(copy, "xb") as writer:
             while piece := reader.read(PIECE_BYTES):
                 digest.update(piece)
-                view = memoryview(piece)
-                while view:
-                    view = view[writer.write(view) :]
+                writer.write(piece)
                 yield len(piece)
+            writer.flush()
             if os.fstat(writer.fileno()).st_dev != self.history.mount.device:
                 os.fsync(writer.fileno())
 

@@ -431,9 +431,6 @@ def _leave(fd: int, source: TierStorage, content: int) -> None:
     local_copies.remove_moved(source, content)
 
 
-def _write_all(fd: int, data: bytes, offset: int) -> None:
-    count = os.pwrite(fd, data, offset)
-    if count < len(data):
-        view = memoryview(data)
-        while count < len(data):
-            count += os.pwrite(fd, view[count:], offset + count)
+def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
+    while (count := os.pwrite(fd, data, offset)) < len(data):
+        data, offset = memoryview(data)[count:], offset + count

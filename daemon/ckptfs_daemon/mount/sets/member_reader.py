@@ -318,7 +318,7 @@ class MountMemberReader:
         if state is None:
             raise posix_error(errno.ENOENT)
         if not file.size:
-            return file_formats.inspect(name, 0, _read_nothing)
+            return file_formats.inspect(name, 0, lambda offset, length: b"")
         is_elsewhere = not (state.has_local_copy or state.holders)
         key = (state.content.id, state.content.generation, name) if state.content is not None else (0, 0, b"")
         if key in self._known and not is_elsewhere:
@@ -431,7 +431,3 @@ def _run_on(fd: int, act: Callable[[int, ReadRange], Result]) -> Result:
     """Run `act` on a descriptor, and close it."""
     with disk.closing(fd):
         return act(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
-
-
-def _read_nothing(offset: int, length: int) -> bytes:
-    return b""

@@ -36,7 +36,6 @@ from ckptfs.series import MemberFile, Series, manifest
 from ckptfs.series.file_groups import DMTCP_SCRIPT
 from ckptfs.series.manifest import ManifestFile
 from ckptfs.series.patterns import Member
-from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext, reserve_content
@@ -325,7 +324,7 @@ class SetMaker:
         if MANIFEST_NAMES[0] not in inside:
             raise FileNotFoundError("it has none")
         inode = inside[MANIFEST_NAMES[0]]
-        found = json.loads(await self._reader.examine(inode.id, MemberFile(inode.size, Level.PFS), _read_all))
+        found = json.loads(await self._reader.examine(inode.id, MemberFile(inode.size, Level.PFS), lambda size, read: read(0, size)))
         sizes = {os.fsencode(one["path"]): one["size"] for one in found["files"]}
         below = await self._reader.list_tree(directory.id)
         there = {path: one.size for path, one in below.items() if one.is_file and path not in MANIFEST_NAMES}
@@ -373,15 +372,9 @@ def _build_record(found: dict[str, Any], name: bytes) -> SetRecord:
     return SetRecord(int(number), member, numbers, files, size, int(found["completed_ns"]), producers, is_group=bool(found["is_group"]))
 
 
-def _read_all(size: int, read: ReadRange) -> bytes:
-    return read(0, size)
-
-
 def _write_content(storage: TierStorage, content: int, data: bytes) -> None:
     with disk.closing(storage.create(content)) as fd:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[disk.act("manifest:write", os.write, fd, rest) :]
+        disk.write_all("manifest:write", fd, data, 0)
 
 
 def _insert_file(db: Database, directory: int, name: bytes, content: int, tier: Tier, size: int) -> None:
