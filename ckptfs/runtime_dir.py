@@ -1,5 +1,6 @@
-"""The runtime directory of a user: three files for each mount, by which clients find its daemons.
+"""The files by which a user's clients find daemons and their processes.
 
+The runtime directory of a user has three files for each mount.
 `NAME.json` registers the mount, `NAME.sock` answers queries of any user, `NAME.admin.sock` accepts orders of the owner of the mount.
 
 Invariants:
@@ -8,9 +9,14 @@ Invariants:
 Crash safety: at most stale files remain; the next daemon replaces them.
 """
 
+import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
+
+PROCESSES_FILE = "processes.json"
+"""In a state directory: the processes, as the supervisor names them."""
 
 
 def get_path(uid: int | None = None) -> Path:
@@ -47,6 +53,22 @@ def socket_path(name: str, uid: int | None = None) -> Path:
 def admin_socket_path(name: str, uid: int | None = None) -> Path:
     """Return the socket for orders."""
     return get_path(uid) / f"{name}.admin.sock"
+
+
+def load_processes(state: Path) -> dict[str, Any]:
+    """Return what the supervisor said last; empty if that cannot be read. A dead one may have left it."""
+    try:
+        found = json.loads((state / PROCESSES_FILE).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def get_pid(state: Path, role: str) -> int:
+    """Return the process of a supervisor, mount or mover as it was last; 0 if it is not known."""
+    one = load_processes(state).get(role)
+    pid = one.get("pid") if isinstance(one, dict) else 0
+    return pid if isinstance(pid, int) else 0
 
 
 def _get_owner_uid(path: Path) -> int:

@@ -15,7 +15,6 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import json
 import os
 import select
 import subprocess
@@ -26,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptfs import __version__, config, limits, mount_record, procfs
+from ckptfs import __version__, config, limits, mount_record, procfs, runtime_dir
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
@@ -107,17 +106,10 @@ def _wait_for_previous_daemon(configured: Config) -> None:
     """Wait while an unmounted daemon of this state directory drains. The new one refuses a mounted one."""
     until = time.monotonic() + DAEMON_READY_WAIT_S
     while time.monotonic() < until and _is_locked(configured.state / "lock"):
-        mountpoints = {configured.mountpoint, _get_last_mountpoint(configured.state)}
-        if any(mount.mountpoint in mountpoints or mount.name == configured.name for mount in list_mounts()):
+        mountpoints = {str(configured.mountpoint), runtime_dir.load_processes(configured.state).get("mountpoint")}
+        if any(str(mount.mountpoint) in mountpoints or mount.name == configured.name for mount in list_mounts()):
             return
         threading.Event().wait(LOCK_POLL_S)
-
-
-def _get_last_mountpoint(state: Path) -> Path | None:
-    """Return the mountpoint that the last daemon of a state directory recorded."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return Path(json.loads((state / "processes.json").read_bytes())["mountpoint"])
-    return None
 
 
 def _is_locked(path: Path) -> bool:

@@ -1,7 +1,6 @@
 """X6, N3, P4, P8 on real nodes: a file is read while its blocks still arrive, from wherever they can be had."""
 
 import contextlib
-import json
 import mmap
 import os
 import shutil
@@ -223,7 +222,7 @@ def standing_still(node: NodeUnderTest | None) -> Iterator[None]:
     if node is None:
         yield
         return
-    mover = int(json.loads((node.state / "processes.json").read_text())["mover"]["pid"])
+    mover = node.pid("mover")
     os.kill(mover, signal.SIGSTOP)
     try:
         yield

@@ -8,7 +8,6 @@ If we die here: a directory /tmp/ckptfs-test-* and its mount are left; `umount -
 import contextlib
 import ctypes
 import itertools
-import json
 import os
 import re
 import select
@@ -211,10 +210,7 @@ class DaemonUnderTest:
 
     def processes(self) -> dict[str, Any]:
         """What the supervisor says about the processes (STATE/processes.json)."""
-        with contextlib.suppress(FileNotFoundError):
-            found: dict[str, Any] = json.loads((self.state / "processes.json").read_text())
-            return found
-        return {}
+        return runtime_dir.load_processes(self.state)
 
     def pid(self, role: str) -> int:
         """The process that has this role, as soon as there is one (0 stands for none, and kill(2) takes that for ourselves)."""

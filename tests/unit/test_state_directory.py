@@ -38,21 +38,23 @@ def _sleeper() -> "subprocess.Popen[bytes]":
     return process
 
 
-def _note(path: Path, pid: int, ticks: int) -> None:
-    path.write_text(json.dumps({"supervisor": {"pid": 1}, "mover": {"pid": pid, "started_ticks": ticks}, "mount": {"pid": 0}}))
+def _note(state: Path, pid: int, ticks: int) -> None:
+    (state / "processes.json").write_text(
+        json.dumps({"supervisor": {"pid": 1}, "mover": {"pid": pid, "started_ticks": ticks}, "mount": {"pid": 0}})
+    )
 
 
 def test_what_a_dead_supervisor_left_is_ended(tmp_path: Path) -> None:
     process = _sleeper()
-    _note(tmp_path / "p", process.pid, procfs.get_start_ticks(process.pid))
-    state_directory.kill_leftovers(tmp_path / "p")
+    _note(tmp_path, process.pid, procfs.get_start_ticks(process.pid))
+    state_directory.kill_leftovers(tmp_path)
     assert process.wait(60) == -9
 
 
 def test_a_pid_that_now_is_somebody_else_is_left_alone(tmp_path: Path) -> None:
     process = _sleeper()
-    _note(tmp_path / "p", process.pid, procfs.get_start_ticks(process.pid) - 1)
-    state_directory.kill_leftovers(tmp_path / "p")
+    _note(tmp_path, process.pid, procfs.get_start_ticks(process.pid) - 1)
+    state_directory.kill_leftovers(tmp_path)
     assert process.poll() is None
     process.kill()
     process.wait(60)
@@ -60,8 +62,8 @@ def test_a_pid_that_now_is_somebody_else_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"mount": 7}'])
 def test_a_note_that_cannot_be_read_ends_nobody(tmp_path: Path, text: str) -> None:
-    (tmp_path / "p").write_text(text)
-    state_directory.kill_leftovers(tmp_path / "p")
+    (tmp_path / "processes.json").write_text(text)
+    state_directory.kill_leftovers(tmp_path)
     state_directory.kill_leftovers(tmp_path / "absent")
 
 

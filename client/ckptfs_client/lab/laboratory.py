@@ -13,7 +13,6 @@ import contextlib
 import errno
 import fcntl
 import functools
-import json
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptfs import mountpoint_guard
+from ckptfs import mountpoint_guard, runtime_dir
 from ckptfs.errors import CkptfsError
 from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted
 from ckptfs_client.json_answers import LabJson, LabNodeJson
@@ -320,9 +319,7 @@ class LiveNode:
 
     def pid(self, role: str) -> int:
         """Return the process of its supervisor, mount or mover; 0 if there is none."""
-        with contextlib.suppress(OSError, ValueError):
-            return int(json.loads((self.state / "processes.json").read_text())[role]["pid"])
-        return 0
+        return runtime_dir.get_pid(self.state, role)
 
     def replace(self, role: str) -> None:
         """Kill (-9) its mount or mover process, and wait until another one has taken its place."""

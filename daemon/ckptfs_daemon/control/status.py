@@ -4,7 +4,6 @@ The PFS is not touched: its figures come from reports in the catalog.
 """
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ckptfs import __version__, cgroups, limits, procfs
+from ckptfs import __version__, cgroups, limits, procfs, runtime_dir
 from ckptfs.catalog import copies, pfs_hold, remote_contents, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -66,7 +65,7 @@ class StatusFigures:
         self._bytes = CachedFigure(lambda: {tier: summary.count_bytes_in_tier(db, tier) for tier in (Tier.RAM, Tier.NVME)})
 
     def build_status(self) -> pb.Status:
-        config, processes = self._config, self._load_processes()
+        config, processes = self._config, runtime_dir.load_processes(self._config.state)
         status = pb.Status(
             name=config.name, mountpoint=str(config.mountpoint), state=str(config.state), version=__version__,
             data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
@@ -109,12 +108,6 @@ class StatusFigures:
     def get_current_write_back(self) -> dict[str, Any]:
         """Return inode, path, copied_bytes and size_bytes of the large file being written back, or {}."""
         return summary.get_report(self._db, "write_back")
-
-    def _load_processes(self) -> dict[str, Any]:
-        """Return the contents of processes.json, or an empty dict."""
-        with contextlib.suppress(OSError, ValueError):
-            return dict(json.loads((self._config.state / "processes.json").read_text()))
-        return {}
 
     def _build_write_back(self) -> pb.WriteBack:
         found, now = self._write_back_counts.get(), self.get_current_write_back()

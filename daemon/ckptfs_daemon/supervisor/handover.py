@@ -10,7 +10,6 @@ Before anything is touched, the program of the successor says in a process of it
 Crash safety: a supervisor that is killed in the middle leaves what any killed supervisor leaves.
 """
 
-import contextlib
 import json
 import logging
 import os
@@ -22,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ckptfs import __version__, disk, limits
+from ckptfs import __version__, disk, limits, runtime_dir
 from ckptfs.catalog import database, identity
 from ckptfs.clique import certificates
 from ckptfs.config import Config
@@ -116,10 +115,8 @@ def require_takeover(config: Config, table_fd: int) -> None:
     is_read_only = "ro" in mounted.options.split(",")
     if is_read_only != config.is_read_only:
         raise InvalidArgument(f"the mount is {kinds[is_read_only]}, and the configuration now says {kinds[config.is_read_only]}")
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        running = json.loads((config.state / "processes.json").read_bytes())["supervisor"]["pid"]
-        if running != os.getppid():
-            raise InvalidArgument(f"the state directory {config.state} is not that of the running daemon")
+    if runtime_dir.get_pid(config.state, "supervisor") not in (0, os.getppid()):
+        raise InvalidArgument(f"the state directory {config.state} is not that of the running daemon")
     shim_build.ensure()
     with database.load_migrated_copy(config.state / "catalog.db") as db:
         require_pfs_of_catalog(db, config)

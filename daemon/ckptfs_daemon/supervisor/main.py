@@ -100,7 +100,7 @@ def _prepare_state(config: Config, handed: Handed | None) -> int:
         lock_fd = handed.lock_fd
     else:
         lock_fd = state_directory.acquire_lock(config.state, is_read_only=config.is_read_only)
-    state_directory.kill_leftovers(config.state / "processes.json")
+    state_directory.kill_leftovers(config.state)
     database.create(config.state / "catalog.db")
     # If the mount outlived its daemon, so did the kernel, and the catalog is whole.
     ended_cleanly = handed is None and database.check_file(config.state / "catalog.db")

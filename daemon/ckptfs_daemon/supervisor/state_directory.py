@@ -59,17 +59,14 @@ def acquire_lock(state: Path, *, is_read_only: bool = False) -> int:
     return fd
 
 
-def kill_leftovers(processes: Path) -> None:
+def kill_leftovers(state: Path) -> None:
     """Kill the children of a dead supervisor, so that no two mount or mover processes use one catalog.
 
     They exit on their own once their supervisor has ended. One that hangs in a system call (on the PFS) does nothing more once killed.
     """
-    try:
-        known: Any = json.loads(processes.read_bytes())
-    except (OSError, ValueError):
-        return
+    known = runtime_dir.load_processes(state)
     for role in ("mount", "mover", "spare"):
-        one = known.get(role) if isinstance(known, dict) else None
+        one = known.get(role)
         if isinstance(one, dict) and one.get("pid") and procfs.get_start_ticks(one["pid"]) == one.get("started_ticks"):
             _kill_leftover(role, one["pid"])
 
@@ -88,7 +85,7 @@ def _kill_leftover(role: str, pid: int) -> None:
 
 def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
     """Write `processes` to the state directory, and the mount's file in the registry."""
-    _replace_json_file(config.state / "processes.json", processes)
+    _replace_json_file(config.state / runtime_dir.PROCESSES_FILE, processes)
     _replace_json_file(
         runtime_dir.create() / f"{config.name}.json",
         {
@@ -103,7 +100,7 @@ def publish_processes(config: Config, processes: Mapping[str, Any]) -> None:
 
 def delete_process_files(config: Config, *, is_forgotten: bool) -> None:
     """Delete both files: no process runs any more. The registry keeps names that are not forgotten."""
-    for path in (config.state / "processes.json", *([runtime_dir.registry_path(config.name)] if is_forgotten else [])):
+    for path in (config.state / runtime_dir.PROCESSES_FILE, *([runtime_dir.registry_path(config.name)] if is_forgotten else [])):
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 
