@@ -304,7 +304,7 @@ def test_unauthenticated_connections_leave_no_line_each_in_the_log(tmp_path: Pat
     """In the environment of the daemon's children gRPC writes nothing of its own: whoever can reach the port could fill the disk."""
     mine = keyring("node1")
     keyring("node2")
-    environment = children._environment()
+    environment = children.build_environment()
     environment["PYTHONPATH"] += f":{Path(__file__).parents[1] / 'support'}"
     command = [sys.executable, "-c", SERVES, str(tmp_path), str(keyring.directory / "node1")]
     with subprocess.Popen(

@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class Child:
             self.link = ours
             self.process = subprocess.Popen(
                 [*(command or [sys.executable, "-P", "-m", "ckptfs_daemon", "--child", role]), "--link", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), env=_environment(), stdin=subprocess.DEVNULL, start_new_session=True,
+                pass_fds=(theirs.fileno(),), env=build_environment(), stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         self.link.setblocking(False)
         self.started_ticks = procfs.get_start_ticks(self.pid)
@@ -144,13 +145,14 @@ class Child:
         return procfs.is_dying(self.pid)
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a child with the place of our packages: it does not search its directory.
+def build_environment(places: Iterable[str] = PLACES) -> dict[str, str]:
+    """Return the environment of a process of ours with the directories of our packages, or others instead.
 
-    gRPC writes no lines of its own, such as one for each failed TLS handshake, unless the user asked for them.
+    It does not search its directory. gRPC writes no lines of its own, such as one for each failed TLS handshake, unless the user asked for
+    them.
     """
-    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    return {"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*PLACES, *known]))}
+    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in PLACES]
+    return {"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}
 
 
 @dataclass(frozen=True, slots=True)

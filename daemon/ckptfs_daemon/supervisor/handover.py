@@ -29,7 +29,7 @@ from ckptfs.errors import InvalidArgument
 from ckptfs.tiers.pfs_identity import require_pfs_of_catalog
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.ipc import Successor
-from ckptfs_daemon.supervisor.children import PLACES
+from ckptfs_daemon.supervisor.children import PLACES, build_environment
 from ckptfs_daemon.supervisor.systemd import take_stored_descriptors
 
 log = logging.getLogger(__name__)
@@ -87,8 +87,8 @@ def try_successor(successor: Successor, arguments: list[str], table_fd: int) -> 
     command = [*_build_command(successor, arguments), "--trial", str(table_fd)]
     try:
         done = subprocess.run(
-            command, pass_fds=(table_fd,), env=_build_environment(successor, {}), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            errors="replace", timeout=TRIAL_WAIT_S, check=False,
+            command, pass_fds=(table_fd,), env=build_environment(successor.places), stdin=subprocess.DEVNULL, capture_output=True,
+            text=True, errors="replace", timeout=TRIAL_WAIT_S, check=False,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"the other version does not say within {TRIAL_WAIT_S:g} s whether it can take over"
@@ -133,7 +133,7 @@ def execute(successor: Successor, arguments: list[str], handed: Handed, environm
         os.set_inheritable(fd, True)
     try:
         command = _build_command(successor, arguments)
-        environment = _build_environment(successor, {**environment, HANDOVER: json.dumps(names)})
+        environment = {**build_environment(successor.places), **environment, HANDOVER: json.dumps(names)}
         disk.act("handover:execute", os.execve, command[0], command, environment)
     except OSError as failure:
         log.error("%s: cannot be executed: %s; this version goes on", successor.python, failure)
@@ -170,9 +170,3 @@ def take() -> Handed | None:
 def _build_command(successor: Successor, arguments: list[str]) -> list[str]:
     # -P: the working directory must not provide Python modules to root.
     return [successor.python, "-P", "-m", "ckptfs_daemon", *arguments]
-
-
-def _build_environment(successor: Successor, more: dict[str, str]) -> dict[str, str]:
-    """Return this environment with the successor's packages instead of this version's."""
-    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in PLACES]
-    return {**os.environ, **more, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*successor.places, *known]))}
