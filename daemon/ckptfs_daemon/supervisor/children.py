@@ -25,7 +25,7 @@ import ckptfs
 import ckptfs_daemon
 from ckptfs import limits, procfs
 from ckptfs_daemon import ipc
-from ckptfs_daemon.ipc import Assignment, Successor
+from ckptfs_daemon.ipc import Assignment
 
 PLACES = tuple(dict.fromkeys(str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)))
 """The directories of our packages."""
@@ -43,11 +43,6 @@ class Child:
         """Start the process. `command` replaces the program in tests; `--link FD` is appended to it."""
         self.role = role
         self.is_ready = False
-        self.requested_log_level = ""
-        self.requested_successor: Successor | None = None
-        self.other_version = ""
-        self.has_drained = False
-        self.drain_report = b""
         self.assigned_at = 0.0
         self.last_message_at = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -80,7 +75,6 @@ class Child:
 
     def drain(self) -> None:
         """Ask the mover to drain and go on working."""
-        self.has_drained = False
         self._send(ipc.DRAIN)
 
     def send_log_level(self, level: str) -> None:
@@ -96,28 +90,21 @@ class Child:
         with contextlib.suppress(OSError):
             self.link.send(message)
 
-    def read_messages(self) -> bool:
-        """Read the messages on the link. Returns False if the child has ended or is about to."""
+    def read_messages(self) -> tuple[list[bytes], bool]:
+        """Return the messages on the link, and whether the child lives: it has not ended, nor is about to."""
+        found: list[bytes] = []
         while True:
             try:
                 message = self.link.recv(ipc.LINK_MESSAGE_BYTES_MAX)
             except BlockingIOError:
-                return True
+                return found, True
             except OSError:
-                return False
+                return found, False
             if not message:
-                return False
+                return found, False
             self.last_message_at = time.monotonic()
             self.is_ready = self.is_ready or message == ipc.READY
-            self.has_drained = self.has_drained or message == ipc.DRAINED
-            if message.startswith(ipc.DRAINING):
-                self.drain_report = message
-            if message.startswith(ipc.UPGRADE):
-                self.requested_successor = ipc.parse_successor(message.removeprefix(ipc.UPGRADE))
-            if message.startswith(ipc.OTHER_VERSION):
-                self.other_version = message.removeprefix(ipc.OTHER_VERSION).decode()
-            if message.startswith(ipc.LOG_LEVEL):
-                self.requested_log_level = message.removeprefix(ipc.LOG_LEVEL).decode()
+            found.append(message)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

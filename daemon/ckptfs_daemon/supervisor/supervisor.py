@@ -236,18 +236,15 @@ class Supervisor:
             child = slot.child
             if child is None:
                 continue
-            alive = child.read_messages()
-            if child.requested_log_level:
-                self._set_log_level(child)
-            self._consider_upgrade(child)
+            messages, is_alive = child.read_messages()
+            for message in messages:
+                self._handle_message(child, message)
             if child.is_ready and child.is_assigned and not slot.ever_ready:
                 slot.ever_ready = True
                 self._publish_processes()
             if role == MOUNT and child.is_ready:
                 self._mark_resumable()
-            if role == MOVER:
-                self._follow_drain(child)
-            if not alive:
+            if not is_alive:
                 self._handle_child_end(role, slot, child)
             elif child.is_stuck():
                 # Once the connection has ended it may have ended in an orderly way, and no application waits for another one.
@@ -255,9 +252,21 @@ class Supervisor:
                 self._handle_child_end(role, slot, child, REAP_WAIT_S if is_over else STUCK_REAP_WAIT_S)
         self._announce_ready()
 
-    def _set_log_level(self, requester: Child) -> None:
+    def _handle_message(self, child: Child, message: bytes) -> None:
+        """Do what a child asks for, and follow what the mover reports of a drain."""
+        if message.startswith(ipc.LOG_LEVEL):
+            self._set_log_level(message.removeprefix(ipc.LOG_LEVEL).decode())
+        elif message.startswith(ipc.UPGRADE):
+            self._consider_upgrade(child, ipc.parse_successor(message.removeprefix(ipc.UPGRADE)))
+        elif message.startswith(ipc.OTHER_VERSION):
+            self._replace_old_version(child, message.removeprefix(ipc.OTHER_VERSION).decode())
+        elif message.startswith(ipc.DRAINING):
+            self._follow_drain(*ipc.parse_drain_report(message))
+        elif message == ipc.DRAINED and self._phase is Phase.DRAINING:
+            self._start_unmount()
+
+    def _set_log_level(self, level: str) -> None:
         """Set the log level of all processes, also of later ones. It lasts until the daemon ends."""
-        level, requester.requested_log_level = requester.requested_log_level, ""
         log.info("the log level is %s from now on", level)
         logs.set_level(level)
         self._config = replace(self._config, log_level=level)
@@ -361,18 +370,21 @@ class Supervisor:
         """Return True if a mount process has served, so that another can resume, and nothing ends it."""
         return self._phase is Phase.RUNNING and self._slots[MOUNT].ever_ready
 
-    def _consider_upgrade(self, child: Child) -> None:
-        """Try the successor that `ckptfs upgrade` names, or the installation if it was replaced."""
-        successor, child.requested_successor = child.requested_successor, None
-        version, child.other_version = child.other_version, ""
-        is_possible = self._trial is None and self._is_serving()
-        if version and is_possible:
+    def _may_hand_over(self) -> bool:
+        return self._trial is None and self._is_serving()
+
+    def _consider_upgrade(self, child: Child, successor: Successor) -> None:
+        """Try the successor that `ckptfs upgrade` names."""
+        if self._may_hand_over():
+            self._start_trial(successor)
+        else:
+            child.refuse_upgrade("the daemon starts, is about to end, or hands over already")
+
+    def _replace_old_version(self, child: Child, version: str) -> None:
+        """Try the installation on the disk: a child has found that it was replaced."""
+        if self._may_hand_over():
             log.warning("%s process %d: has version %s, this supervisor %s; handing over", child.role, child.pid, version, __version__)
             self._start_trial(handover.get_own_successor())
-        elif successor is not None and is_possible:
-            self._start_trial(successor)
-        elif successor is not None:
-            child.refuse_upgrade("the daemon starts, is about to end, or hands over already")
 
     def _start_trial(self, successor: Successor, ask_for_restart: Callable[[], bool] | None = None) -> None:
         self._trial = Trial(successor, self._arguments, self._connection.table_fd, ask_for_restart)
@@ -421,13 +433,10 @@ class Supervisor:
         elif self._phase is Phase.FINISHING:
             mover.stop()
 
-    def _follow_drain(self, mover: Child) -> None:
-        if mover.has_drained and self._phase is Phase.DRAINING:
-            self._start_unmount()
-        report, mover.drain_report = mover.drain_report, b""
-        if not report or self._phase not in (Phase.DRAINING, Phase.FINISHING):
+    def _follow_drain(self, seconds: float, text: str) -> None:
+        """Follow how long the drain of the mover may still take, and what is left."""
+        if self._phase not in (Phase.DRAINING, Phase.FINISHING):
             return
-        seconds, text = ipc.parse_drain_report(report)
         if self._config.drain_deadline_s is None and not self._is_hurried and self._deadline > time.monotonic():
             self._set_drain_deadline(seconds)
         if text != self._drain_report:
