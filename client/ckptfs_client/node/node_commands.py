@@ -25,8 +25,8 @@ def health(
 ) -> None:
     """Say in one line whether the tiers and peers of this node are sound.
 
-    It is meant for the health checks of Slurm and of rendezvous. The exit code is 0 only if all is well. It is 1 if a tier, a peer or a
-    file is not, or if this node is about to be taken away, and 3 if there is no mount or no answer. Neither the PFS nor a file is touched.
+    It is meant for the health checks of Slurm and of rendezvous. The exit code is 0 if all is well, 3 if there is no mount or no answer,
+    and else 1: a tier, a peer or a file is not sound, or this node is about to be taken away. Neither the PFS nor a file is touched.
     With --json: one object for one mount, a list for several.
 
     Example: ckptfs health /ckpt --timeout 2s
