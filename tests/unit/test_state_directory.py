@@ -1,6 +1,7 @@
 """One daemon per state directory (issue: a second daemon on the same state directory is refused)."""
 
 import errno
+import fcntl
 import json
 import os
 import subprocess
@@ -58,6 +59,14 @@ def test_a_pid_that_now_is_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert process.poll() is None
     process.kill()
     process.wait(60)
+
+
+def test_a_look_at_the_lock_refuses_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ckptfs mounts` and mount(8) hold the lock for a moment, to see whether a daemon does."""
+    looker = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looker, fcntl.LOCK_EX)
+    monkeypatch.setattr(state_directory.time, "sleep", lambda _: os.close(looker))
+    os.close(state_directory.acquire_lock(tmp_path))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"mount": 7}'])

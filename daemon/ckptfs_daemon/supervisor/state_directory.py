@@ -32,6 +32,8 @@ from ckptfs.errors import CkptfsError, InvalidArgument
 from ckptfs_daemon.fuse import connection
 
 log = logging.getLogger(__name__)
+LOCK_WAIT_S = 0.5
+"""`ckptfs mounts` and mount(8) hold the lock for a moment, to see whether a daemon does."""
 LEFTOVER_WAIT_S = 10.0
 LEFTOVER_POLL_S = 0.01
 BUSY_WAIT_S = 5.0
@@ -45,18 +47,26 @@ def acquire_lock(state: Path, *, is_read_only: bool = False) -> int:
     """Lock the state directory; return the descriptor. Raises InvalidArgument if another daemon holds it."""
     path = state / "lock"
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
-        os.close(fd)
-        remedy = "unmount that one first, or give another state=DIRECTORY"
-        if is_read_only:
-            remedy = f"mount --bind -o ro shows that mount read-only at another place; {remedy}"
-        raise InvalidArgument(f"another ckptfsd (pid {holder}) uses the state directory {state}", remedy=remedy) from None
+    until = time.monotonic() + LOCK_WAIT_S
+    while not _try_lock(fd):
+        if time.monotonic() > until:
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            remedy = "unmount that one first, or give another state=DIRECTORY"
+            if is_read_only:
+                remedy = f"mount --bind -o ro shows that mount read-only at another place; {remedy}"
+            raise InvalidArgument(f"another ckptfsd (pid {holder}) uses the state directory {state}", remedy=remedy)
+        time.sleep(LEFTOVER_POLL_S)
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     return fd
+
+
+def _try_lock(fd: int) -> bool:
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
 
 
 def kill_leftovers(state: Path) -> None:
