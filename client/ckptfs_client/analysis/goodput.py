@@ -164,7 +164,7 @@ def compute_goodput(events: Iterable[LoggedEvent]) -> Goodput | None:
     Returns None if nothing was saved.
     """
     ordered = sorted(events, key=lambda event: event.time_ns)
-    saves, loads = list_saves(ordered), list_loads(ordered)
+    saves, loads = list_saves(ordered), _list_readers(ordered, EventKind.LOAD)
     first = next((save for save in saves if save.is_complete), None)
     is_cut = first is not None and first.number > 1
     if first is not None and is_cut:
@@ -278,12 +278,8 @@ def _get_time(text: str) -> int:
         return 0
 
 
-def list_loads(events: Iterable[LoggedEvent]) -> list[Load]:
-    """Return which processes read sets."""
-    return _list_readers(events, EventKind.LOAD)
-
-
 def _list_readers(events: Iterable[LoggedEvent], kind: EventKind) -> list[Load]:
+    """Return which processes read sets, by events of this kind."""
     found = []
     for event in events:
         reader, step = event.fields.get("reader"), event.get_number("step")
