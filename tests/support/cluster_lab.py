@@ -97,9 +97,17 @@ class ClusterUnderTest(LiveCluster):
         """Start the members of etcd that do not run."""
         self.laboratory.start_etcd()
 
+    def stop_etcd(self) -> None:
+        """Kill all members of etcd."""
+        self.laboratory.stop_etcd()
+
     def pause_etcd(self) -> None:
         """Stop all members of etcd with SIGSTOP: they answer nothing."""
         self.signal_etcd(signal.SIGSTOP)
+
+    def resume_etcd(self) -> None:
+        """Let them go on."""
+        self.signal_etcd(signal.SIGCONT)
 
     def close(self) -> None:
         """Stop the lab and delete it."""

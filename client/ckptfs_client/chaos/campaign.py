@@ -490,11 +490,11 @@ class FaultMaker:
             case "slow":
                 self._cluster[number].slow(RATE_BITS_PER_S)
             case "kill_member" | "pause_member":
-                self._cluster.signal_member(number, signal.SIGKILL if fault.kind == "kill_member" else signal.SIGSTOP)
+                self._cluster.signal_etcd(signal.SIGKILL if fault.kind == "kill_member" else signal.SIGSTOP, number)
             case "stop_etcd":
                 self._campaign.has_etcd, self._campaign.had_islands = False, True
                 self._campaign.note_change(*range(len(self._cluster.nodes)))
-                self._cluster.stop_etcd()
+                self._cluster.laboratory.stop_etcd()
             case "refuse_pfs":
                 self._campaign.has_pfs_refused = True
                 is_done = self._cluster.laboratory.refuse_pfs(refused=True)

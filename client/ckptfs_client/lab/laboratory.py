@@ -27,7 +27,7 @@ from ckptfs.errors import CkptfsError
 from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted
 from ckptfs_client.json_answers import LabJson, LabNodeJson
 from ckptfs_client.lab import layout, network, nodes
-from ckptfs_client.lab.layout import ETCD, LabNode, Plan
+from ckptfs_client.lab.layout import LabNode, Plan
 from ckptfs_client.mounts import find, list_mountpoints_below
 from ckptfs_client.render import describe_progress
 
@@ -406,27 +406,14 @@ class LiveCluster:
         self.laboratory.refuse_pfs(refused=False)
         for node in self.nodes:
             node.reach_etcd(up=True)
-        self.resume_etcd()
+        self.signal_etcd(signal.SIGCONT)
         self.laboratory.heal()
         wait_until(lambda: not any(node.is_island() for node in self.nodes), WAIT_S, lambda: f"no node is an island\n{self.tails()}")
 
-    def stop_etcd(self) -> None:
-        """Kill all members of etcd."""
-        self.laboratory.stop_etcd()
-
-    def resume_etcd(self) -> None:
-        """Let all members of etcd go on that stand still."""
-        self.signal_etcd(signal.SIGCONT)
-
-    def signal_etcd(self, number: signal.Signals) -> None:
-        """Send a signal to all members of etcd."""
-        for pid in nodes.list_processes_named(self.laboratory.load_plan().switch, ETCD):
-            os.kill(pid, number)
-
-    def signal_member(self, member: int, number: signal.Signals) -> None:
-        """Kill, stop or resume one member of etcd."""
-        pid = nodes.find_etcd_members(self.laboratory.load_plan()).get(member)
-        if pid is not None:
+    def signal_etcd(self, number: signal.Signals, *members: int) -> None:
+        """Kill, stop or resume these members of etcd, or all, as far as they run."""
+        running = nodes.find_etcd_members(self.laboratory.load_plan())
+        for pid in [running[member] for member in members or running if member in running]:
             os.kill(pid, number)
 
     def settle(self, timeout_s: float = WAIT_S) -> None:
