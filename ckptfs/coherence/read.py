@@ -8,11 +8,11 @@ Crash safety: each result is one transaction of the catalog; evicted rows are re
 """
 
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptfs import limits
+from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, handles, identity, journal
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import chain, key_state, keys, merge
@@ -34,14 +34,11 @@ class RecentDeletes:
     """The latest deletions by revision. An answer that was under way must not bring the keys back."""
 
     def __init__(self) -> None:
-        self._deleted: OrderedDict[SharedKey, int] = OrderedDict()
+        self._deleted = BoundedTable[SharedKey, int](limits.RECENT_KEYS_MAX)
 
     def record_deleted(self, key: SharedKey, revision: int) -> None:
         """Record that a key does not exist from this revision on."""
-        self._deleted.pop(key, None)
         self._deleted[key] = revision
-        if len(self._deleted) > limits.RECENT_KEYS_MAX:
-            self._deleted.popitem(last=False)
 
     def is_outdated(self, key: SharedKey, store_value: StoreValue) -> bool:
         """Return whether an answer is older than what is known."""
