@@ -539,16 +539,15 @@ PEER_HANDSHAKE_S = 5.0
 PEER_TRANSFERS_MAX = 256
 # Fewer than RECEPTIONS_MAX: a peer that offers much and sends nothing must not lock out the others.
 PEER_TRANSFERS_PER_PEER_MAX = 24
-PEER_OPEN_COPIES_MAX = 256
-PEER_OPEN_COPIES_PER_PEER_MAX = 64
+PEER_IDLE_COPIES_MAX = 256
 # So many nodes at a time fetch a content of at least this size from one holder. The others wait, and take it from the first that have it:
-# n nodes need about log n rounds. A place without an open copy ends after PEER_READER_S.
+# n nodes need about log n rounds. A place without a read ends after PEER_READER_S.
 PEER_READERS_MAX = 3
 PEER_READERS_BYTES_MIN = 16 * MIB
 PEER_READER_S = 5.0
 # Peers with a rejection counter of their own; the others share one.
 PEER_COUNTERS_MAX = 64
-# An unused transfer, open copy or connection ends after PEER_IDLE_S.
+# An unused transfer, idle copy or connection ends after PEER_IDLE_S.
 PEER_IDLE_S = 60.0
 PEER_SWEEP_S = 2.0
 

@@ -23,7 +23,7 @@ from ckptfs import limits
 from ckptfs.clique.peer_api import ContentManifest, OnBlock, PeerBusy, PeerCorrupt, PeerFailed, UrgentBlocks
 from ckptfs.peers import messages
 from ckptfs.peers.link import Link, NoLongerWanted, cancel_call, hold_slot, translate_errors
-from ckptfs.peers.messages import BlockReceiver, Command, CommandKind, Rejection, RejectReason, SourceChanged, block_bytes
+from ckptfs.peers.messages import BlockReceiver, Rejection, RejectReason, SourceChanged, block_bytes
 from ckptfs.peers.transfer_table import pwrite_all
 from ckptfs.protocol import peer_pb2 as pb
 
@@ -204,17 +204,14 @@ class FetchWorker:
             self._job.return_blocks(self, self.assigned_run)
 
     def _fetch_runs(self) -> None:
-        manifest = self._job.manifest
-        request = pb.RecordRequest(content=manifest.content, digest=manifest.digest, borrow=True, queued=self._job.can_wait)
-        reply = self.link.call(self.link.stub.GetRecord, request, limits.PEER_STALL_S)
+        manifest, can_wait = self._job.manifest, self._job.can_wait
         try:
-            if reply.digest != manifest.digest or reply.size != manifest.size:
-                raise PeerCorrupt(f"{self.link.name} sends another content than the requested one")
             while run := self._job.assign_run(self, self._choose_run_blocks()):
                 self.assigned_run, self._expected_blocks = run, deque(run)
                 self.progress_at, self.awaits_end = time.monotonic(), False
+                request = pb.ReadRequest(content=manifest.content, digest=manifest.digest, first=run[0], count=len(run), queued=can_wait)
                 try:
-                    self._read_run(Command(CommandKind.READ, reply.loan, run[0], len(run), self.link.stats.should_compress))
+                    self._read_run(request)
                 except PeerFailed as failure:
                     # A connection may break although the peer is well: the rest comes by a new one. Streams that follow a broken
                     # connection at once may still be begun on it.
@@ -224,19 +221,19 @@ class FetchWorker:
                     self._job.return_blocks(self, run)
                 self.assigned_run = []
         finally:
-            self.link.notify(self.link.stub.Return, pb.ReturnRequest(loan=reply.loan))
+            self.link.notify(self.link.stub.EndRead, pb.RecordRequest(content=manifest.content))
 
     def _choose_run_blocks(self) -> int:
         """Return the number of blocks that the source sends in PEER_RUN_S; 1 if its speed is not known yet."""
         return max(1, int((self.link.stats.bytes_per_s or 0.0) * limits.PEER_RUN_S) // limits.BLOCK_BYTES)
 
-    def _read_run(self, command: Command) -> None:
-        begun = time.monotonic()
+    def _read_run(self, request: pb.ReadRequest) -> None:
+        begun, request.compress = time.monotonic(), self.link.stats.should_compress
         receiver = BlockReceiver(self)
         try:
             with translate_errors(self.link):
                 try:
-                    self._receive_run(command, receiver)
+                    self._receive_run(request, receiver)
                 except grpc.RpcError as failure:
                     # A worker that delivers the blocks of a slower one ends it. That one failed only if it made no progress for too long.
                     if self._job.is_stopped and time.monotonic() - self.progress_at < limits.PEER_PATIENCE_S:
@@ -257,8 +254,8 @@ class FetchWorker:
         content_bytes = sum(block_bytes(self.size, number) for number in self.assigned_run)
         self.link.stats.record_transfer(content_bytes, receiver.wire_bytes, time.monotonic() - begun)
 
-    def _receive_run(self, command: Command, receiver: BlockReceiver) -> None:
-        call = self.link.open_read_stream(command.pack())
+    def _receive_run(self, request: pb.ReadRequest, receiver: BlockReceiver) -> None:
+        call = self.link.open_read_stream(request)
         self._interrupt_wait = call.cancel
         try:
             for message in call:
@@ -341,7 +338,7 @@ class SendJob:
 
     def encode_messages(self) -> Iterator[bytes]:
         """Yield the raw messages of one stream. Raises PeerFailed, PeerCorrupt, OSError."""
-        yield Command(CommandKind.SEND, self.transfer).pack()
+        yield pb.TransferRequest(transfer=self.transfer).SerializeToString()
         taken: list[int] = []
         try:
             for message in messages.encode_blocks(self.fd, self.size, self.take_blocks(taken), compress=self.compress):

@@ -33,8 +33,6 @@ from ckptfs.errors import CkptfsError
 from ckptfs.peers.messages import (
     PROTOCOL_VERSION,
     BlockReceiver,
-    Command,
-    CommandKind,
     Rejection,
     RejectReason,
     SourceChanged,
@@ -220,14 +218,11 @@ class UnaryCalls:
         return pb.Nothing()
 
     def GetRecord(self, peer: str, request: pb.RecordRequest) -> pb.Record:
-        content, expected_digest = parse_content_id(request.content), parse_digest(request.digest)
-        if not request.borrow:
-            return pb.Record(**build_fields(self._table.describe_copy(peer, content, expected_digest, can_wait=request.queued)))
-        number, copy = self._table.open_copy(peer, content, expected_digest, can_wait=request.queued)
-        return pb.Record(**build_fields(copy), loan=number)
+        content, digest = parse_content_id(request.content), parse_digest(request.digest)
+        return pb.Record(**build_fields(self._table.describe_copy(peer, content, digest, can_wait=request.queued)))
 
-    def Return(self, peer: str, request: pb.ReturnRequest) -> pb.Nothing:
-        self._table.close_copy(peer, request.loan)
+    def EndRead(self, peer: str, request: pb.RecordRequest) -> pb.Nothing:
+        self._table.end_reading(peer, request.content)
         return pb.Nothing()
 
     def SealSoon(self, peer: str, request: pb.SealRequest) -> pb.SealReply:
@@ -270,7 +265,7 @@ class RawStreams:
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive blocks of a transfer."""
         with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._slots.hold_slot(peer):
-            transfer = self._table.transfers.get(peer, _parse_command(next(messages, b""), CommandKind.SEND).id)
+            transfer = self._table.transfers.get(peer, parse_message(pb.TransferRequest, next(messages, b"")).transfer)
             with transfer.hold_stream(), closing(BlockReceiver(transfer)) as receiver:
                 for message in messages:
                     receiver.accept_message(message)
@@ -281,34 +276,27 @@ class RawStreams:
         raise AssertionError
 
     def read(self, peer: str, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
-        """Stream blocks of an open copy."""
+        """Stream blocks of a copy."""
         with self._watch_call(context, peer):
-            for message in self.encode_run(peer, _parse_command(request, CommandKind.READ)):
+            for message in self.encode_run(peer, parse_message(pb.ReadRequest, request)):
                 yield message
                 self._watchdog.extend_deadline(context, limits.PEER_STALL_S)
 
-    def encode_run(self, peer: str, command: Command) -> Iterator[bytes]:
-        """Yield the messages of blocks of an open copy, with their end. Raises Rejection, OSError."""
-        read = self._table.reads.get(peer, command.id)
-        size, numbers = read.copy.size, parse_block_range(command, read.copy.size)
-        with self._slots.hold_slot(peer), read.hold_stream():
+    def encode_run(self, peer: str, request: pb.ReadRequest) -> Iterator[bytes]:
+        """Yield the messages of blocks of a copy, with their end. Raises Rejection, CopyNotFound, OSError."""
+        content, digest = parse_content_id(request.content), parse_digest(request.digest) or b""
+        with self._slots.hold_slot(peer), self._table.lend_copy(peer, content, digest, can_wait=request.queued) as copy:
+            numbers = parse_block_range(request, copy.size)
             try:
-                yield from encode_blocks(read.copy.fd, size, numbers, compress=command.compress)
+                yield from encode_blocks(copy.fd, copy.size, numbers, compress=request.compress)
             except SourceChanged:
                 raise Rejection(RejectReason.BROKEN, "the copy became shorter") from None
-            yield encode_end(len(numbers))
+        yield encode_end(len(numbers))
 
     def _watch_call(self, context: grpc.ServicerContext, peer: str) -> AbstractContextManager[None]:
         return self._watchdog.watch_call(
             context, limits.PEER_STALL_S, partial(self._guard.record_rejection, peer, Rejection(RejectReason.STALLED, ""))
         )
-
-
-def _parse_command(message: bytes, kind: CommandKind) -> Command:
-    command = Command.parse(message)
-    if command.kind != kind:
-        raise Rejection(RejectReason.MALFORMED, "unexpected command")
-    return command
 
 
 class PeerServer:
@@ -354,7 +342,7 @@ class PeerServer:
 
     def get_figures(self) -> dict[str, Any]:
         """Return the figures for `ckptfs status`."""
-        return {"transfers": len(self.table.transfers), "reads": len(self.table.reads), "refused": self.rejections.get_counts()}
+        return {"transfers": len(self.table.transfers), "reads": self.table.read_count, "refused": self.rejections.get_counts()}
 
     def end_all_of_node(self, node: str) -> None:
         """End soon the transfers and reads of a node that has died or was restarted."""

@@ -164,9 +164,10 @@ class Link:
         """Begin to send raw messages by gRPC. Return the call; its `result()` waits for the end."""
         return self._channel.stream_unary("/ckptfs.peer.Peer/Send", bytes, bytes).future(messages, metadata=self._metadata)
 
-    def open_read_stream(self, command: bytes) -> Any:
+    def open_read_stream(self, request: pb.ReadRequest) -> Any:
         """Begin to read raw messages by gRPC. Return the call, an iterator."""
-        return self._channel.unary_stream("/ckptfs.peer.Peer/Read", bytes, bytes)(command, metadata=self._metadata)
+        read = self._channel.unary_stream("/ckptfs.peer.Peer/Read", pb.ReadRequest.SerializeToString, bytes)
+        return read(request, metadata=self._metadata)
 
     @contextmanager
     def reserve_content(self, number: int, is_wanted: Callable[[], bool]) -> Iterator[None]:

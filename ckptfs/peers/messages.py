@@ -1,8 +1,8 @@
 """The messages between nodes: block messages, checks of gRPC messages, reasons of rejections.
 
-Blocks travel as raw messages of gRPC streams. A request is one *command*. Each block is a *header* (number, bytes, encoding)
-and its bytes in pieces of `limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. So both sides know
-the length of the next message; a block is written only when it is complete and has its digest.
+Blocks travel as raw messages of gRPC streams. Each block is a *header* (number, bytes, encoding) and its bytes in pieces of
+`limits.PEER_PIECE_BYTES`, the last one shorter. An END header ends the blocks. So both sides know the length of the next message; a block
+is written only when it is complete and has its digest. The first message of a stream says what it is about.
 
 Any other message is checked against the limits before memory or disk is touched; a wrong one raises Rejection.
 
@@ -13,7 +13,6 @@ import errno
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol
 
@@ -26,7 +25,7 @@ from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer
 from ckptfs.errors import CkptfsError
 from ckptfs.protocol import peer_pb2 as pb
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """The version of everything between nodes. Nodes of different versions refuse each other."""
 
 
@@ -66,19 +65,11 @@ def build_rejection(failure: Exception) -> Rejection:
     return Rejection(reason, str(failure) if isinstance(failure, CkptfsError) else reason.name.lower().replace("_", " "))
 
 
-COMMAND = struct.Struct("<BB6xQQQ")
 HEADER = struct.Struct("<QIB3x")
 ID_MAX = 2**63 - 1
 ZSTD_LEVEL = 1
 SAMPLE_BYTES = 64 * limits.KIB
 SAMPLE_RATIO_MAX = 0.8
-
-
-class CommandKind(IntEnum):
-    """What a command asks for."""
-
-    SEND = 1
-    READ = 2
 
 
 class Encoding(IntEnum):
@@ -87,30 +78,6 @@ class Encoding(IntEnum):
     RAW = 0
     ZSTD = 1
     END = 2
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """SEND: blocks of transfer `id` follow. READ: `count` blocks of open copy `id` from `first` on."""
-
-    kind: CommandKind
-    id: int
-    first: int = 0
-    count: int = 0
-    compress: bool = False
-
-    def pack(self) -> bytes:
-        return COMMAND.pack(self.kind, self.compress, self.id, self.first, self.count)
-
-    @classmethod
-    def parse(cls, message: bytes | memoryview) -> "Command":
-        """Return the command in a message. Raises Rejection."""
-        if len(message) != COMMAND.size:
-            raise Rejection(RejectReason.MALFORMED, f"a command has {COMMAND.size} bytes, not {len(message)}")
-        kind, compress, number, first, count = COMMAND.unpack(message)
-        if kind not in set(CommandKind) or compress > 1 or max(number, first, count) > ID_MAX or bytes(message[2:8]) != bytes(6):
-            raise Rejection(RejectReason.MALFORMED, "this is no command")
-        return cls(CommandKind(kind), number, first, count, bool(compress))
 
 
 def encode_end(count: int) -> bytes:
@@ -354,11 +321,11 @@ def are_valid_missing_blocks(offer: Offer, numbers: list[int]) -> bool:
     return all(0 <= number < count and offer.get_block_digest(number) != UNKNOWN_BLOCK for number in numbers)
 
 
-def parse_block_range(command: Command, size: int) -> range:
-    """Return the blocks that a READ asks for."""
-    require(0 < command.count <= limits.PEER_RUN_BLOCKS_MAX, f"{command.count} blocks are not between 1 and {limits.PEER_RUN_BLOCKS_MAX}")
-    require(command.first + command.count <= count_blocks(size), f"there are only {count_blocks(size)} blocks")
-    return range(command.first, command.first + command.count)
+def parse_block_range(request: pb.ReadRequest, size: int) -> range:
+    """Return the blocks that a Read asks for."""
+    require(0 < request.count <= limits.PEER_RUN_BLOCKS_MAX, f"{request.count} blocks are not between 1 and {limits.PEER_RUN_BLOCKS_MAX}")
+    require(request.first + request.count <= count_blocks(size), f"there are only {count_blocks(size)} blocks")
+    return range(request.first, request.first + request.count)
 
 
 def parse_seal_timeout_s(request: pb.SealRequest) -> float:

@@ -1,7 +1,10 @@
-"""The unfinished work of peers on this node: transfers (blocks that arrive) and reads (open copies).
+"""The unfinished work of peers on this node: transfers (blocks that arrive) and copies that are open for reads.
 
-Each entry belongs to the peer that began it, has a random id, is bounded in number per peer and in total, and ends after
-`limits.PEER_IDLE_S` without use. A block of a transfer is accepted once: only if it was missing, and from one stream at a time.
+A transfer belongs to the peer that began it, has a random id, and is bounded in number per peer and in total. A block of it is accepted
+once: only if it was missing, and from one stream at a time. A read names a content and its digest. The copy is open during the stream, and
+idle afterwards, for the next read of the peer; the copies that are idle longest are closed if there are too many.
+
+Transfers and idle copies end after `limits.PEER_IDLE_S` without use.
 
 Crash safety: the content host deletes unfinished transfers at the next start; peers offer and ask again.
 """
@@ -14,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Generic, TypeVar
 
 from ckptfs import limits
 from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy, Reception
@@ -23,13 +25,20 @@ from ckptfs.peers.messages import Rejection, RejectReason
 Clock = Callable[[], float]
 
 
-class PeerResource:
-    """Work that a peer has begun: its peer, its last use, and the number of streams that use it now."""
+class IncomingTransfer:
+    """A reception, block by block: a `BlockSink`. Touches only the descriptor of the content host."""
 
-    def __init__(self, peer: str, clock: Clock) -> None:
+    def __init__(self, peer: str, offer: Offer, reception: Reception, clock: Clock) -> None:
         self.peer = peer
+        self.offer = offer
+        self.token = reception.token
+        self.size = offer.size
         self.lock = threading.Lock()
         self.has_ended = False
+        self.has_received_blocks = False
+        self._fd = reception.fd
+        self._missing_blocks = set(reception.missing_blocks)
+        self._incoming_blocks: set[int] = set()
         self._on_unused: Callable[[], None] = lambda: None
         self._clock = clock
         self._stream_count = 0
@@ -37,7 +46,7 @@ class PeerResource:
 
     @contextmanager
     def hold_stream(self) -> Iterator[None]:
-        """Use the item on one stream. Raises Rejection if the item has ended."""
+        """Use the transfer on one stream. Raises Rejection if it has ended."""
         with self.lock:
             self._require_active()
             self._stream_count += 1
@@ -59,7 +68,7 @@ class PeerResource:
         return not self._stream_count and self._clock() - self._used_at > limits.PEER_IDLE_S
 
     def end_if_unused(self) -> None:
-        """End the item for new streams. Raises Rejection (busy) while a stream uses it."""
+        """End the transfer for new streams. Raises Rejection (busy) while a stream uses it."""
         with self.lock:
             self._require_active()
             if self._stream_count:
@@ -78,20 +87,6 @@ class PeerResource:
     def _require_active(self) -> None:
         if self.has_ended:
             raise Rejection(RejectReason.UNKNOWN, "it has ended")
-
-
-class IncomingTransfer(PeerResource):
-    """A reception, block by block: a `BlockSink`. Touches only the descriptor of the content host."""
-
-    def __init__(self, peer: str, offer: Offer, reception: Reception, clock: Clock) -> None:
-        super().__init__(peer, clock)
-        self.offer = offer
-        self.token = reception.token
-        self.size = offer.size
-        self._fd = reception.fd
-        self._missing_blocks = set(reception.missing_blocks)
-        self._incoming_blocks: set[int] = set()
-        self.has_received_blocks = False
 
     def claim_block(self, number: int) -> bytes:
         with self.lock:
@@ -122,23 +117,11 @@ class IncomingTransfer(PeerResource):
             return sorted(self._missing_blocks)
 
 
-class OutgoingRead(PeerResource):
-    """A copy that a peer has open."""
+class IncomingTransfers:
+    """Transfers by random id. A peer finds only its own: any other id is unknown to it."""
 
-    def __init__(self, peer: str, copy: OpenCopy, clock: Clock) -> None:
-        super().__init__(peer, clock)
-        self.copy = copy
-
-
-Item = TypeVar("Item", bound=PeerResource)
-
-
-class PeerResourceTable(Generic[Item]):
-    """Items by random id. A peer finds only its own: any other id is unknown to it."""
-
-    def __init__(self, what: str, total_max: int, peer_max: int) -> None:
-        self._what, self._total_max, self._peer_max = what, total_max, peer_max
-        self._items: dict[int, Item] = {}
+    def __init__(self) -> None:
+        self._items: dict[int, IncomingTransfer] = {}
         self._reserved_count = 0
         self._lock = threading.Lock()
 
@@ -146,12 +129,13 @@ class PeerResourceTable(Generic[Item]):
         return len(self._items)
 
     @contextmanager
-    def reserve_slot(self, peer: str) -> Iterator[Callable[[Item], int]]:
+    def reserve_slot(self, peer: str) -> Iterator[Callable[[IncomingTransfer], int]]:
         """Reserve a slot; yield the function that fills it and gives the id. Raises Rejection."""
         with self._lock:
             mine = sum(item.peer == peer for item in self._items.values())
-            if mine >= self._peer_max or len(self._items) + self._reserved_count >= self._total_max:
-                raise Rejection(RejectReason.TOO_MANY, f"too many at once: {self._what}")
+            is_full = len(self._items) + self._reserved_count >= limits.PEER_TRANSFERS_MAX
+            if is_full or mine >= limits.PEER_TRANSFERS_PER_PEER_MAX:
+                raise Rejection(RejectReason.TOO_MANY, "too many at once: transfer")
             self._reserved_count += 1
         try:
             yield self._add
@@ -159,24 +143,24 @@ class PeerResourceTable(Generic[Item]):
             with self._lock:
                 self._reserved_count -= 1
 
-    def _add(self, item: Item) -> int:
+    def _add(self, item: IncomingTransfer) -> int:
         number = secrets.randbits(62) + 1
         with self._lock:
             self._items[number] = item
         return number
 
-    def get(self, peer: str, number: int) -> Item:
-        """Return the entry of this peer with an id. Raises Rejection if there is none."""
+    def get(self, peer: str, number: int) -> IncomingTransfer:
+        """Return the transfer of this peer with an id. Raises Rejection if there is none."""
         item = self._items.get(number)
         if item is None or item.peer != peer:
-            raise Rejection(RejectReason.UNKNOWN, f"no such {self._what}")
+            raise Rejection(RejectReason.UNKNOWN, "no such transfer")
         return item
 
     def remove(self, number: int) -> None:
         with self._lock:
             self._items.pop(number, None)
 
-    def all(self) -> Sequence[tuple[int, Item]]:
+    def all(self) -> Sequence[tuple[int, IncomingTransfer]]:
         """Return a snapshot of (id, item)."""
         with self._lock:
             return list(self._items.items())
@@ -188,14 +172,16 @@ class TransferTable:
     def __init__(self, content_host: ContentHost, clock: Clock = time.monotonic) -> None:
         self.content_host = content_host
         self._clock = clock
-        self.transfers: PeerResourceTable[IncomingTransfer] = PeerResourceTable(
-            "transfer", limits.PEER_TRANSFERS_MAX, limits.PEER_TRANSFERS_PER_PEER_MAX
-        )
-        self.reads: PeerResourceTable[OutgoingRead] = PeerResourceTable(
-            "open copy", limits.PEER_OPEN_COPIES_MAX, limits.PEER_OPEN_COPIES_PER_PEER_MAX
-        )
+        self.transfers = IncomingTransfers()
+        self._reading: set[tuple[str, int]] = set()
+        self._idle_copies: dict[tuple[str, int, bytes], tuple[OpenCopy, float]] = {}
         self._reader_slots: dict[tuple[int, str], float] = {}
         self._lock = threading.Lock()
+
+    @property
+    def read_count(self) -> int:
+        """Return how many contents peers are reading, each counted once for a peer."""
+        return len(self._reading)
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
         """Begin a transfer, and end this peer's older one. Return its id and the missing blocks."""
@@ -236,63 +222,87 @@ class TransferTable:
         transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
 
     def describe_copy(self, peer: str, content: int, digest: bytes | None, *, can_wait: bool = False) -> OpenCopy:
-        """Describe a copy; its descriptor is closed. `can_wait`: see `_reserve_reader_slot`."""
+        """Describe a copy; its descriptor is closed. `can_wait`: see `_take_reader_slot`."""
         copy = self.content_host.open_copy(content, digest)
         os.close(copy.fd)
         if can_wait:
-            self._reserve_reader_slot(peer, copy)
+            self._take_reader_slot(peer, copy, can_wait=True)
         return copy
 
-    def open_copy(self, peer: str, content: int, digest: bytes | None, *, can_wait: bool = False) -> tuple[int, OpenCopy]:
-        """Open a copy for a peer. Return (id, open copy). `can_wait`: see `_reserve_reader_slot`."""
-        with self.reads.reserve_slot(peer) as insert:
-            copy = self.content_host.open_copy(content, digest)
-            try:
-                if can_wait:
-                    self._reserve_reader_slot(peer, copy)
-            except Rejection:
-                os.close(copy.fd)
-                raise
-            return insert(OutgoingRead(peer, copy, self._clock)), copy
+    @contextmanager
+    def lend_copy(self, peer: str, content: int, digest: bytes, *, can_wait: bool = False) -> Iterator[OpenCopy]:
+        """Open a copy for one stream.
 
-    def close_copy(self, peer: str, number: int) -> None:
-        """End an open copy. Its descriptor is closed when no stream uses it any more."""
-        read = self.reads.get(peer, number)
-        self.reads.remove(number)
+        Until `end_reading` it stays open for the next one, even if the content is deleted.
+        """
+        place = peer, content, digest
         with self._lock:
-            self._reader_slots.pop((read.copy.content, peer), None)
-        read.end(lambda: os.close(read.copy.fd))
+            copy, _ = self._idle_copies.pop(place, (None, 0.0))
+        copy = copy or self.content_host.open_copy(content, digest)
+        with self._lock:
+            self._reading.add((peer, content))
+        try:
+            self._take_reader_slot(peer, copy, can_wait=can_wait)
+            yield copy
+        finally:
+            unneeded: OpenCopy | None = copy
+            with self._lock:
+                if (peer, content) in self._reading:
+                    unneeded, _ = self._idle_copies.pop(place, (None, 0.0))  # Of another stream, which ended before.
+                    self._idle_copies[place] = copy, self._clock()
+            if unneeded is not None:
+                os.close(unneeded.fd)
+            self._close_idle(lambda _, __: len(self._idle_copies) > limits.PEER_IDLE_COPIES_MAX)
 
-    def _reserve_reader_slot(self, peer: str, copy: OpenCopy) -> None:
-        """Reserve a slot among the readers of a large content, until its open copies end.
+    def end_reading(self, peer: str, content: int) -> None:
+        """Close what a peer has open of a content, after its streams, and free its slot for the next reader."""
+        with self._lock:
+            self._reading.discard((peer, content))
+            self._reader_slots.pop((content, peer), None)
+        self._close_idle(lambda place, _: place[:2] == (peer, content))
 
-        The first readers thus finish soon and serve the next ones. Raises Rejection if no slot is free.
+    def _close_idle(self, should_close: Callable[[tuple[str, int, bytes], float], bool]) -> None:
+        """Close idle copies, the one that is idle longest first. `should_close` gets its key and since when."""
+        gone: list[OpenCopy] = []
+        with self._lock:
+            for place, (copy, since_s) in [*self._idle_copies.items()]:
+                if should_close(place, since_s):
+                    del self._idle_copies[place]
+                    self._reading.discard(place[:2])
+                    gone.append(copy)
+        for copy in gone:
+            os.close(copy.fd)
+
+    def _take_reader_slot(self, peer: str, copy: OpenCopy, *, can_wait: bool) -> None:
+        """Give a peer a slot among the readers of a large content, until it has not read for PEER_READER_S.
+
+        The first readers thus finish soon and serve the next ones. Raises Rejection if no slot is free and the peer can wait.
         """
         now = self._clock()
         if copy.size < limits.PEER_READERS_BYTES_MIN:
             return
         with self._lock:
             self._reader_slots = {place: until for place, until in self._reader_slots.items() if until > now}
-            readers = {reader for content, reader in self._reader_slots if content == copy.content}
-            readers |= {read.peer for _, read in self.reads.all() if read.copy.content == copy.content}
-            if len(readers - {peer}) >= limits.PEER_READERS_MAX:
-                raise Rejection(RejectReason.TOO_MANY, f"{len(readers)} nodes fetch it just now")
+            others = {reader for content, reader in self._reader_slots if content == copy.content and reader != peer}
+            if can_wait and len(others) >= limits.PEER_READERS_MAX:
+                raise Rejection(RejectReason.TOO_MANY, f"{len(others)} nodes fetch it just now")
             self._reader_slots[copy.content, peer] = now + limits.PEER_READER_S
 
     def end_all_of_peer(self, peer: str) -> None:
         """End all that this peer had begun and no stream uses."""
-        self._end_each(lambda resource: resource.peer == peer)
+        self._end_each(lambda transfer: transfer.peer == peer)
+        self._close_idle(lambda place, _: place[0] == peer)
 
     def end_idle(self, everything: bool = False) -> None:
         """End what was unused for long, or `everything`."""
-        self._end_each(lambda resource: everything or resource.is_idle())
+        self._end_each(lambda transfer: everything or transfer.is_idle())
+        self._close_idle(lambda _, since: everything or self._clock() - since > limits.PEER_IDLE_S)
 
-    def _end_each(self, should_end: Callable[[PeerResource], bool]) -> None:
-        transfers = [(self.abandon, item.peer, number) for number, item in self.transfers.all() if should_end(item)]
-        reads = [(self.close_copy, item.peer, number) for number, item in self.reads.all() if should_end(item)]
-        for end, peer, number in (*transfers, *reads):
-            with suppress(Rejection):  # A stream uses it, or ended it just now.
-                end(peer, number)
+    def _end_each(self, should_end: Callable[[IncomingTransfer], bool]) -> None:
+        for number, transfer in self.transfers.all():
+            if should_end(transfer):
+                with suppress(Rejection):  # It ended just now.
+                    self.abandon(transfer.peer, number)
 
 
 def pwrite_all(fd: int, pieces: Sequence[bytes], offset: int) -> None:

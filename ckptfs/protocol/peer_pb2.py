@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x0b\x63kptfs.peer\"\x7f\n\x0cOfferRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\x12\r\n\x05whole\x18\x07 \x01(\x0c\"/\n\nOfferReply\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0f\n\x07lacking\x18\x02 \x01(\x0c\":\n\rOffersRequest\x12)\n\x06offers\x18\x01 \x03(\x0b\x32\x19.ckptfs.peer.OfferRequest\"6\n\x07Verdict\x12\x10\n\x08verified\x18\x01 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"5\n\x0bOffersReply\x12&\n\x08verdicts\x18\x01 \x03(\x0b\x32\x14.ckptfs.peer.Verdict\"#\n\x0fTransferRequest\x12\x10\n\x08transfer\x18\x01 \x01(\x04\" \n\rProgressReply\x12\x0f\n\x07lacking\x18\x01 \x01(\x0c\"\x1f\n\x0b\x46inishReply\x12\x10\n\x08verified\x18\x01 \x01(\x08\"P\n\rRecordRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06\x62orrow\x18\x03 \x01(\x08\x12\x0e\n\x06queued\x18\x04 \x01(\x08\"x\n\x06Record\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\x12\x0c\n\x04loan\x18\x07 \x01(\x04\"\x1d\n\rReturnRequest\x12\x0c\n\x04loan\x18\x01 \x01(\x04\"2\n\x0bSealRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"0\n\tSealReply\x12#\n\x06record\x18\x01 \x01(\x0b\x32\x13.ckptfs.peer.Record\"!\n\rForgetRequest\x12\x10\n\x08\x63ontents\x18\x01 \x03(\x04\"\t\n\x07Nothing\"!\n\tPingReply\x12\x0e\n\x06now_ns\x18\x02 \x01(\x04J\x04\x08\x01\x10\x02\"#\n\nHelloReply\x12\x0f\n\x07version\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03\x32\xaf\x05\n\x04Peer\x12;\n\x05Offer\x12\x19.ckptfs.peer.OfferRequest\x1a\x17.ckptfs.peer.OfferReply\x12\x41\n\tOfferMany\x12\x1a.ckptfs.peer.OffersRequest\x1a\x18.ckptfs.peer.OffersReply\x12\x44\n\x08Progress\x12\x1c.ckptfs.peer.TransferRequest\x1a\x1a.ckptfs.peer.ProgressReply\x12@\n\x06\x46inish\x12\x1c.ckptfs.peer.TransferRequest\x1a\x18.ckptfs.peer.FinishReply\x12=\n\x07\x41\x62\x61ndon\x12\x1c.ckptfs.peer.TransferRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\tGetRecord\x12\x1a.ckptfs.peer.RecordRequest\x1a\x13.ckptfs.peer.Record\x12:\n\x06Return\x12\x1a.ckptfs.peer.ReturnRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\x08SealSoon\x12\x18.ckptfs.peer.SealRequest\x1a\x16.ckptfs.peer.SealReply\x12:\n\x06\x46orget\x12\x1a.ckptfs.peer.ForgetRequest\x1a\x14.ckptfs.peer.Nothing\x12\x34\n\x04Ping\x12\x14.ckptfs.peer.Nothing\x1a\x16.ckptfs.peer.PingReply\x12\x36\n\x05Hello\x12\x14.ckptfs.peer.Nothing\x1a\x17.ckptfs.peer.HelloReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\npeer.proto\x12\x0b\x63kptfs.peer\"\x7f\n\x0cOfferRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0c\x12\r\n\x05whole\x18\x07 \x01(\x0c\"/\n\nOfferReply\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0f\n\x07lacking\x18\x02 \x01(\x0c\":\n\rOffersRequest\x12)\n\x06offers\x18\x01 \x03(\x0b\x32\x19.ckptfs.peer.OfferRequest\"6\n\x07Verdict\x12\x10\n\x08verified\x18\x01 \x01(\x08\x12\x0c\n\x04\x63ode\x18\x02 \x01(\r\x12\x0b\n\x03why\x18\x03 \x01(\t\"5\n\x0bOffersReply\x12&\n\x08verdicts\x18\x01 \x03(\x0b\x32\x14.ckptfs.peer.Verdict\"#\n\x0fTransferRequest\x12\x10\n\x08transfer\x18\x01 \x01(\x04\" \n\rProgressReply\x12\x0f\n\x07lacking\x18\x01 \x01(\x0c\"\x1f\n\x0b\x46inishReply\x12\x10\n\x08verified\x18\x01 \x01(\x08\"F\n\rRecordRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\x0e\n\x06queued\x18\x04 \x01(\x08J\x04\x08\x03\x10\x04\"p\n\x06Record\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\r\n\x05inode\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x0c\n\x04size\x18\x04 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x05 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x06 \x01(\x0cJ\x04\x08\x07\x10\x08\"n\n\x0bReadRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x0e\n\x06\x64igest\x18\x02 \x01(\x0c\x12\r\n\x05\x66irst\x18\x03 \x01(\x04\x12\r\n\x05\x63ount\x18\x04 \x01(\r\x12\x10\n\x08\x63ompress\x18\x05 \x01(\x08\x12\x0e\n\x06queued\x18\x06 \x01(\x08\"2\n\x0bSealRequest\x12\x0f\n\x07\x63ontent\x18\x01 \x01(\x04\x12\x12\n\ntimeout_ms\x18\x02 \x01(\r\"0\n\tSealReply\x12#\n\x06record\x18\x01 \x01(\x0b\x32\x13.ckptfs.peer.Record\"!\n\rForgetRequest\x12\x10\n\x08\x63ontents\x18\x01 \x03(\x04\"\t\n\x07Nothing\"!\n\tPingReply\x12\x0e\n\x06now_ns\x18\x02 \x01(\x04J\x04\x08\x01\x10\x02\"#\n\nHelloReply\x12\x0f\n\x07version\x18\x01 \x01(\rJ\x04\x08\x02\x10\x03\x32\xb0\x05\n\x04Peer\x12;\n\x05Offer\x12\x19.ckptfs.peer.OfferRequest\x1a\x17.ckptfs.peer.OfferReply\x12\x41\n\tOfferMany\x12\x1a.ckptfs.peer.OffersRequest\x1a\x18.ckptfs.peer.OffersReply\x12\x44\n\x08Progress\x12\x1c.ckptfs.peer.TransferRequest\x1a\x1a.ckptfs.peer.ProgressReply\x12@\n\x06\x46inish\x12\x1c.ckptfs.peer.TransferRequest\x1a\x18.ckptfs.peer.FinishReply\x12=\n\x07\x41\x62\x61ndon\x12\x1c.ckptfs.peer.TransferRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\tGetRecord\x12\x1a.ckptfs.peer.RecordRequest\x1a\x13.ckptfs.peer.Record\x12;\n\x07\x45ndRead\x12\x1a.ckptfs.peer.RecordRequest\x1a\x14.ckptfs.peer.Nothing\x12<\n\x08SealSoon\x12\x18.ckptfs.peer.SealRequest\x1a\x16.ckptfs.peer.SealReply\x12:\n\x06\x46orget\x12\x1a.ckptfs.peer.ForgetRequest\x1a\x14.ckptfs.peer.Nothing\x12\x34\n\x04Ping\x12\x14.ckptfs.peer.Nothing\x1a\x16.ckptfs.peer.PingReply\x12\x36\n\x05Hello\x12\x14.ckptfs.peer.Nothing\x1a\x17.ckptfs.peer.HelloReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -48,23 +48,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FINISHREPLY']._serialized_start=447
   _globals['_FINISHREPLY']._serialized_end=478
   _globals['_RECORDREQUEST']._serialized_start=480
-  _globals['_RECORDREQUEST']._serialized_end=560
-  _globals['_RECORD']._serialized_start=562
-  _globals['_RECORD']._serialized_end=682
-  _globals['_RETURNREQUEST']._serialized_start=684
-  _globals['_RETURNREQUEST']._serialized_end=713
-  _globals['_SEALREQUEST']._serialized_start=715
-  _globals['_SEALREQUEST']._serialized_end=765
-  _globals['_SEALREPLY']._serialized_start=767
-  _globals['_SEALREPLY']._serialized_end=815
-  _globals['_FORGETREQUEST']._serialized_start=817
-  _globals['_FORGETREQUEST']._serialized_end=850
-  _globals['_NOTHING']._serialized_start=852
-  _globals['_NOTHING']._serialized_end=861
-  _globals['_PINGREPLY']._serialized_start=863
-  _globals['_PINGREPLY']._serialized_end=896
-  _globals['_HELLOREPLY']._serialized_start=898
-  _globals['_HELLOREPLY']._serialized_end=933
-  _globals['_PEER']._serialized_start=936
-  _globals['_PEER']._serialized_end=1623
+  _globals['_RECORDREQUEST']._serialized_end=550
+  _globals['_RECORD']._serialized_start=552
+  _globals['_RECORD']._serialized_end=664
+  _globals['_READREQUEST']._serialized_start=666
+  _globals['_READREQUEST']._serialized_end=776
+  _globals['_SEALREQUEST']._serialized_start=778
+  _globals['_SEALREQUEST']._serialized_end=828
+  _globals['_SEALREPLY']._serialized_start=830
+  _globals['_SEALREPLY']._serialized_end=878
+  _globals['_FORGETREQUEST']._serialized_start=880
+  _globals['_FORGETREQUEST']._serialized_end=913
+  _globals['_NOTHING']._serialized_start=915
+  _globals['_NOTHING']._serialized_end=924
+  _globals['_PINGREPLY']._serialized_start=926
+  _globals['_PINGREPLY']._serialized_end=959
+  _globals['_HELLOREPLY']._serialized_start=961
+  _globals['_HELLOREPLY']._serialized_end=996
+  _globals['_PEER']._serialized_start=999
+  _globals['_PEER']._serialized_end=1687
 # @@protoc_insertion_point(module_scope)

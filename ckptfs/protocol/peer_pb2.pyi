@@ -73,40 +73,46 @@ class FinishReply(_message.Message):
     def __init__(self, verified: _Optional[bool] = ...) -> None: ...
 
 class RecordRequest(_message.Message):
-    __slots__ = ("content", "digest", "borrow", "queued")
+    __slots__ = ("content", "digest", "queued")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
-    BORROW_FIELD_NUMBER: _ClassVar[int]
     QUEUED_FIELD_NUMBER: _ClassVar[int]
     content: int
     digest: bytes
-    borrow: bool
     queued: bool
-    def __init__(self, content: _Optional[int] = ..., digest: _Optional[bytes] = ..., borrow: _Optional[bool] = ..., queued: _Optional[bool] = ...) -> None: ...
+    def __init__(self, content: _Optional[int] = ..., digest: _Optional[bytes] = ..., queued: _Optional[bool] = ...) -> None: ...
 
 class Record(_message.Message):
-    __slots__ = ("content", "inode", "generation", "size", "digest", "blocks", "loan")
+    __slots__ = ("content", "inode", "generation", "size", "digest", "blocks")
     CONTENT_FIELD_NUMBER: _ClassVar[int]
     INODE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    LOAN_FIELD_NUMBER: _ClassVar[int]
     content: int
     inode: int
     generation: int
     size: int
     digest: bytes
     blocks: bytes
-    loan: int
-    def __init__(self, content: _Optional[int] = ..., inode: _Optional[int] = ..., generation: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[bytes] = ..., blocks: _Optional[bytes] = ..., loan: _Optional[int] = ...) -> None: ...
+    def __init__(self, content: _Optional[int] = ..., inode: _Optional[int] = ..., generation: _Optional[int] = ..., size: _Optional[int] = ..., digest: _Optional[bytes] = ..., blocks: _Optional[bytes] = ...) -> None: ...
 
-class ReturnRequest(_message.Message):
-    __slots__ = ("loan",)
-    LOAN_FIELD_NUMBER: _ClassVar[int]
-    loan: int
-    def __init__(self, loan: _Optional[int] = ...) -> None: ...
+class ReadRequest(_message.Message):
+    __slots__ = ("content", "digest", "first", "count", "compress", "queued")
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    FIRST_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPRESS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    content: int
+    digest: bytes
+    first: int
+    count: int
+    compress: bool
+    queued: bool
+    def __init__(self, content: _Optional[int] = ..., digest: _Optional[bytes] = ..., first: _Optional[int] = ..., count: _Optional[int] = ..., compress: _Optional[bool] = ..., queued: _Optional[bool] = ...) -> None: ...
 
 class SealRequest(_message.Message):
     __slots__ = ("content", "timeout_ms")

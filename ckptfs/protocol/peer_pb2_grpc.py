@@ -64,9 +64,9 @@ class PeerStub:
                 request_serializer=peer__pb2.RecordRequest.SerializeToString,
                 response_deserializer=peer__pb2.Record.FromString,
                 _registered_method=True)
-        self.Return = channel.unary_unary(
-                '/ckptfs.peer.Peer/Return',
-                request_serializer=peer__pb2.ReturnRequest.SerializeToString,
+        self.EndRead = channel.unary_unary(
+                '/ckptfs.peer.Peer/EndRead',
+                request_serializer=peer__pb2.RecordRequest.SerializeToString,
                 response_deserializer=peer__pb2.Nothing.FromString,
                 _registered_method=True)
         self.SealSoon = channel.unary_unary(
@@ -130,7 +130,7 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def Return(self, request, context):
+    def EndRead(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -155,9 +155,9 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Hello(self, request, context):
-        """Raw messages, never parsed as protobuf; added to the service by hand:
-        Send: stream of (command, then header and pieces of each block, end) -> done
-        Read: command -> stream of (header and pieces of each block, end)
+        """Added to the service by hand. All but the first message are raw, and never parsed as protobuf:
+        Send: stream of (TransferRequest, then header and pieces of each block, end) -> end
+        Read: ReadRequest -> stream of (header and pieces of each block, end)
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -196,9 +196,9 @@ def add_PeerServicer_to_server(servicer, server):
                     request_deserializer=peer__pb2.RecordRequest.FromString,
                     response_serializer=peer__pb2.Record.SerializeToString,
             ),
-            'Return': grpc.unary_unary_rpc_method_handler(
-                    servicer.Return,
-                    request_deserializer=peer__pb2.ReturnRequest.FromString,
+            'EndRead': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRead,
+                    request_deserializer=peer__pb2.RecordRequest.FromString,
                     response_serializer=peer__pb2.Nothing.SerializeToString,
             ),
             'SealSoon': grpc.unary_unary_rpc_method_handler(
@@ -395,7 +395,7 @@ class Peer:
             _registered_method=True)
 
     @staticmethod
-    def Return(request,
+    def EndRead(request,
             target,
             options=(),
             channel_credentials=None,
@@ -408,8 +408,8 @@ class Peer:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/ckptfs.peer.Peer/Return',
-            peer__pb2.ReturnRequest.SerializeToString,
+            '/ckptfs.peer.Peer/EndRead',
+            peer__pb2.RecordRequest.SerializeToString,
             peer__pb2.Nothing.FromString,
             options,
             channel_credentials,

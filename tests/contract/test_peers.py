@@ -215,12 +215,42 @@ def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
     peers.close()
 
 
-def test_loans_are_given_back(fast: Pair, tmp_path: Path) -> None:
+def test_copies_are_closed_after_the_last_read(fast: Pair, tmp_path: Path) -> None:
     offer = fast.node.host.hold(os.urandom(2 * BLOCK))
     with open(tmp_path / "target", "w+b") as file:
-        for _ in range(limits.PEER_OPEN_COPIES_PER_PEER_MAX // 2 + 3):
+        for _ in range(3):
             fast.peers.fetch([fast.node.there], record_of(offer), [0, 1], file.fileno())
-    eventually(lambda: len(fast.node.server.table.reads) == 0, what="the copies are closed")
+    eventually(lambda: fast.node.server.table.read_count == 0, what="the copies are closed")
+
+
+def test_a_content_that_is_deleted_while_it_is_read_stays_readable(pair: Pair, tmp_path: Path) -> None:
+    """P7: what a peer reads is open for its next read, too."""
+    data = os.urandom(3 * BLOCK)
+    offer = pair.node.host.hold(data)
+
+    def delete(_: int) -> None:
+        if pair.node.host.held.pop(offer.content, None) is not None:
+            pair.node.host.path(offer.content).unlink()
+
+    with open(tmp_path / "target", "w+b") as file:
+        pair.peers.fetch([pair.node.there], record_of(offer), [0, 1, 2], file.fileno(), delete)
+    assert (tmp_path / "target").read_bytes() == data and not pair.node.host.held
+
+
+def test_a_stream_that_ends_after_its_reader_leaves_no_copy_open(fast: Pair) -> None:
+    """A peer that has all it wants says so while the last stream still ends; the space of a deleted content is needed."""
+    offer, table = fast.node.host.hold(os.urandom(BLOCK)), fast.node.server.table
+    assert offer.digest is not None
+    with table.lend_copy("node2", offer.content, offer.digest) as copy:
+        table.end_reading("node2", offer.content)
+        assert os.fstat(copy.fd).st_size == BLOCK
+    with pytest.raises(OSError):
+        os.fstat(copy.fd)
+    with table.lend_copy("node2", offer.content, offer.digest) as copy:
+        assert table.read_count == 1
+    assert table.read_count == 1 and os.fstat(copy.fd).st_size == BLOCK
+    table.end_reading("node2", offer.content)
+    assert table.read_count == 0
 
 
 def test_many_at_once(pair: Pair, tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ BLOCK = limits.BLOCK_BYTES
 PIECE = limits.PEER_PIECE_BYTES
 DATA = os.urandom(2 * BLOCK)
 Status = grpc.StatusCode
-VERSION = (("ckptfs-protocol", "2"),)
+VERSION = (("ckptfs-protocol", "3"),)
 
 
 Metadata = tuple[tuple[str, str], ...]
@@ -137,8 +137,14 @@ def offered(data: bytes, content: int = 7) -> pb.OfferRequest:
     )
 
 
-def command(kind: int, number: int, first: int = 0, count: int = 0) -> bytes:
-    return struct.pack("<BB6xQQQ", kind, 0, number, first, count)
+def named(transfer: int) -> bytes:
+    """The first message of a stream of blocks."""
+    return pb.TransferRequest(transfer=transfer).SerializeToString()
+
+
+def reading(first: int, count: int, data: bytes = DATA, content: int = 7) -> bytes:
+    request = pb.ReadRequest(content=content, digest=offer_of(data, content).digest or b"", first=first, count=count)
+    return request.SerializeToString()
 
 
 def header(number: int, length: int, encoding: int = 0) -> bytes:
@@ -151,6 +157,7 @@ def block(number: int, data: bytes = DATA) -> list[bytes]:
 
 
 END = 2
+FIRST = b"the first message"
 
 
 # --- who ---------------------------------------------------------------------------------------------------------------
@@ -220,19 +227,19 @@ def test_without_keys_a_caller_must_name_our_cluster(tmp_path: Path) -> None:
     node.stop()
 
 
-@pytest.mark.parametrize("version", [(), (("ckptfs-protocol", "3"),), (("ckptfs-protocol", "x2"),)], ids=["none", "later", "nonsense"])
+@pytest.mark.parametrize("version", [(), (("ckptfs-protocol", "4"),), (("ckptfs-protocol", "x2"),)], ids=["none", "later", "nonsense"])
 def test_another_version_of_the_protocol_is_refused(node: PeerNode, raw: Raw, version: Metadata) -> None:
     """2.7: every call is; the refusal names both versions. Who states none is of 0.2.0."""
     for method in ("Hello", "Ping", "Offer"):
         with pytest.raises(grpc.RpcError) as failure:
             raw.call(method, b"", version)
         assert failure.value.code() is Status.FAILED_PRECONDITION
-        theirs = "1" if not version else "3" if version[0][1] == "3" else "unknown"
-        assert f"speaks version 2 of the protocol between nodes, the caller version {theirs}" in (failure.value.details() or "")
+        theirs = "1" if not version else "4" if version[0][1] == "4" else "unknown"
+        assert f"speaks version 3 of the protocol between nodes, the caller version {theirs}" in (failure.value.details() or "")
     assert node.server.rejections.get_counts() == {"node2": {"version": 3}}
 
 
-@pytest.mark.parametrize("theirs", [1, 3])
+@pytest.mark.parametrize("theirs", [1, 4])
 def test_a_client_refuses_a_server_of_another_version(
     node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, theirs: int
 ) -> None:
@@ -243,7 +250,7 @@ def test_a_client_refuses_a_server_of_another_version(
     else:
         monkeypatch.setattr(grpc_server, "PROTOCOL_VERSION", theirs)
     made = client("node2", keyring("node2"))
-    with pytest.raises(PeerRefused, match=f"it speaks version {theirs} of the protocol between nodes, the caller version 2"):
+    with pytest.raises(PeerRefused, match=f"it speaks version {theirs} of the protocol between nodes, the caller version 3"):
         made.ping(node.there)
     made.close()
 
@@ -403,7 +410,6 @@ def test_a_message_that_is_no_protobuf_is_refused(node: PeerNode, raw: Raw, capl
         ("Finish", pb.TransferRequest(transfer=1), Status.NOT_FOUND),
         ("Progress", pb.TransferRequest(transfer=2**64 - 1), Status.NOT_FOUND),
         ("Abandon", pb.TransferRequest(), Status.NOT_FOUND),
-        ("Return", pb.ReturnRequest(loan=9), Status.NOT_FOUND),
         ("GetRecord", pb.RecordRequest(content=0), Status.INVALID_ARGUMENT),
         ("GetRecord", pb.RecordRequest(content=5, digest=b"/etc/passwd"), Status.INVALID_ARGUMENT),
         ("GetRecord", pb.RecordRequest(content=5), Status.NOT_FOUND),
@@ -426,35 +432,35 @@ def test_a_second_finish_and_the_transfer_of_another_peer(node: PeerNode, raw: R
     for method in ("Finish", "Progress", "Abandon"):
         assert other.refused(method, transfer) is Status.NOT_FOUND
     with fails(Status.NOT_FOUND):
-        other.send(command(1, pb.TransferRequest.FromString(transfer).transfer), *block(0), header(1, 0, END))
-    raw.send(command(1, pb.TransferRequest.FromString(transfer).transfer), *block(1), *block(0), header(2, 0, END))
+        other.send(transfer, *block(0), header(1, 0, END))
+    raw.send(transfer, *block(1), *block(0), header(2, 0, END))
     assert pb.FinishReply.FromString(raw.call("Finish", transfer)).verified
     assert raw.refused("Finish", transfer) is Status.NOT_FOUND
     assert node.host.path(7).read_bytes() == DATA
 
 
 STREAMS = {
-    "nothing": ([], Status.INVALID_ARGUMENT),
-    "short command": ([b"x"], Status.INVALID_ARGUMENT),
-    "path as command": ([b"/../../../../etc/passwd".ljust(32, b"\0")], Status.INVALID_ARGUMENT),
-    "a command to read": ([command(2, 0, 0, 1)], Status.INVALID_ARGUMENT),
-    "no end": ([command(1, 0), *block(0)], Status.FAILED_PRECONDITION),
-    "end in the middle": ([command(1, 0), *block(0)[:2]], Status.FAILED_PRECONDITION),
-    "short piece": ([command(1, 0), header(0, BLOCK), b"x"], Status.FAILED_PRECONDITION),
-    "long piece": ([command(1, 0), header(0, BLOCK), DATA[: 2 * PIECE]], Status.FAILED_PRECONDITION),
-    "block that does not exist": ([command(1, 0), header(2, BLOCK)], Status.INVALID_ARGUMENT),
-    "block far away": ([command(1, 0), header(2**64 - 1, BLOCK)], Status.INVALID_ARGUMENT),
-    "too short a block": ([command(1, 0), header(0, 5)], Status.INVALID_ARGUMENT),
-    "too long a block": ([command(1, 0), header(0, 2**32 - 1)], Status.INVALID_ARGUMENT),
-    "unknown encoding": ([command(1, 0), header(0, BLOCK, 9)], Status.INVALID_ARGUMENT),
-    "zstd bomb": ([command(1, 0), header(0, 13, 1), b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**62)], Status.INVALID_ARGUMENT),
-    "zstd of nothing": ([command(1, 0), header(0, 0, 1)], Status.INVALID_ARGUMENT),
-    "no zstd": ([command(1, 0), header(0, 9, 1), b"not zstd!"], Status.INVALID_ARGUMENT),
-    "a block again": ([command(1, 0), *block(0), *block(0)], Status.FAILED_PRECONDITION),
-    "wrong bytes": ([command(1, 0), *block(0, bytes(len(DATA)))], Status.DATA_LOSS),
-    "another block's bytes": ([command(1, 0), header(0, BLOCK), *block(1)[1:]], Status.DATA_LOSS),
-    "wrong count at the end": ([command(1, 0), *block(0), header(2, 0, END)], Status.FAILED_PRECONDITION),
-    "more after the end": ([command(1, 0), *block(0), header(1, 0, END), *block(1)], Status.FAILED_PRECONDITION),
+    "nothing": ([], Status.NOT_FOUND),
+    "no message": ([b"x"], Status.INVALID_ARGUMENT),
+    "path as message": ([b"/../../../../etc/passwd".ljust(32, b"\0")], Status.INVALID_ARGUMENT),
+    "a read": ([reading(0, 1)], Status.NOT_FOUND),
+    "no end": ([FIRST, *block(0)], Status.FAILED_PRECONDITION),
+    "end in the middle": ([FIRST, *block(0)[:2]], Status.FAILED_PRECONDITION),
+    "short piece": ([FIRST, header(0, BLOCK), b"x"], Status.FAILED_PRECONDITION),
+    "long piece": ([FIRST, header(0, BLOCK), DATA[: 2 * PIECE]], Status.FAILED_PRECONDITION),
+    "block that does not exist": ([FIRST, header(2, BLOCK)], Status.INVALID_ARGUMENT),
+    "block far away": ([FIRST, header(2**64 - 1, BLOCK)], Status.INVALID_ARGUMENT),
+    "too short a block": ([FIRST, header(0, 5)], Status.INVALID_ARGUMENT),
+    "too long a block": ([FIRST, header(0, 2**32 - 1)], Status.INVALID_ARGUMENT),
+    "unknown encoding": ([FIRST, header(0, BLOCK, 9)], Status.INVALID_ARGUMENT),
+    "zstd bomb": ([FIRST, header(0, 13, 1), b"\x28\xb5\x2f\xfd\xe0" + struct.pack("<Q", 2**62)], Status.INVALID_ARGUMENT),
+    "zstd of nothing": ([FIRST, header(0, 0, 1)], Status.INVALID_ARGUMENT),
+    "no zstd": ([FIRST, header(0, 9, 1), b"not zstd!"], Status.INVALID_ARGUMENT),
+    "a block again": ([FIRST, *block(0), *block(0)], Status.FAILED_PRECONDITION),
+    "wrong bytes": ([FIRST, *block(0, bytes(len(DATA)))], Status.DATA_LOSS),
+    "another block's bytes": ([FIRST, header(0, BLOCK), *block(1)[1:]], Status.DATA_LOSS),
+    "wrong count at the end": ([FIRST, *block(0), header(2, 0, END)], Status.FAILED_PRECONDITION),
+    "more after the end": ([FIRST, *block(0), header(1, 0, END), *block(1)], Status.FAILED_PRECONDITION),
 }
 
 
@@ -463,26 +469,36 @@ def test_a_stream_that_is_not_as_it_should_be(node: PeerNode, raw: Raw, name: st
     """Whatever came before the fault and was right stays; the transfer goes on from there and ends well."""
     messages, status = STREAMS[name]
     number = raw.offer()
-    named = [struct.pack("<BB6xQ", 1, 0, number) + one[16:] if one == command(1, 0) else one for one in messages]
     with fails(status):
-        raw.send(*named)
+        raw.send(*(named(number) if one is FIRST else one for one in messages))
     assert sum(node.server.rejections.get_counts()["node2"].values()) == 1
     request = pb.TransferRequest(transfer=number).SerializeToString()
     bits = pb.ProgressReply.FromString(raw.call("Progress", request)).lacking[0]
     left = [one for one in (0, 1) if bits >> one & 1]
-    raw.send(command(1, number), *(message for one in left for message in block(one)), header(len(left), 0, END))
+    raw.send(named(number), *(message for one in left for message in block(one)), header(len(left), 0, END))
     assert pb.FinishReply.FromString(raw.call("Finish", request)).verified
 
 
 @pytest.mark.parametrize(
-    ("first", "count"), [(0, 0), (0, 3), (2, 1), (2**63, 1), (0, limits.PEER_RUN_BLOCKS_MAX + 1), (2**63 - 1, 2**63 - 1)]
+    ("first", "count"), [(0, 0), (0, 3), (2, 1), (2**63, 1), (0, limits.PEER_RUN_BLOCKS_MAX + 1), (2**64 - 1, 2**32 - 1)]
 )
 def test_reading_out_of_range(node: PeerNode, raw: Raw, first: int, count: int) -> None:
     node.host.hold(DATA)
-    copy = pb.Record.FromString(raw.call("GetRecord", pb.RecordRequest(content=7, borrow=True).SerializeToString())).loan
     with fails(Status.INVALID_ARGUMENT):
-        raw.read(command(2, copy, first, count))
-    assert b"".join(one for one in raw.read(command(2, copy, 0, 2)) if len(one) > 16) == DATA
+        raw.read(reading(first, count))
+    assert b"".join(one for one in raw.read(reading(0, 2)) if len(one) > 16) == DATA
+
+
+@pytest.mark.parametrize("content", [0, 5, 7, 2**63])
+def test_reading_what_is_not_here(node: PeerNode, raw: Raw, content: int) -> None:
+    """Another content, and other bytes of this one; a read without a digest means nothing."""
+    node.host.hold(DATA)
+    for digest in (b"", b"/etc/passwd", bytes(16)):
+        with pytest.raises(grpc.RpcError) as failure:
+            raw.read(pb.ReadRequest(content=content, digest=digest, count=1).SerializeToString())
+        is_malformed = content in (0, 2**63) or len(digest) == 11
+        assert failure.value.code() is (Status.INVALID_ARGUMENT if is_malformed else Status.NOT_FOUND)
+    assert node.server.table.read_count == 0
 
 
 # --- several in one message ------------------------------------------------------------------------------------------------
@@ -543,22 +559,22 @@ def test_what_the_shelf_refuses_of_several_does_not_concern_the_others(node: Pee
 
 
 @with_limits(PEER_SWEEP_S=0.05)
-def test_transfers_and_loans_of_a_peer_are_bounded_and_end_when_they_are_idle(
+def test_transfers_and_copies_of_a_peer_are_bounded_and_end_when_they_are_idle(
     node: PeerNode, raw: Raw, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    node.host.hold(b"x", 5)
     raw.call("Ping", b"")
     before = len(os.listdir("/proc/self/fd"))
     for content in range(1, limits.PEER_TRANSFERS_PER_PEER_MAX + 1):
         raw.offer(b"x" * (limits.PEER_INLINE_BYTES_MAX + 1), 100 + content)
     assert raw.refused("Offer", offered(b"y", 99).SerializeToString()) is Status.RESOURCE_EXHAUSTED
-    borrow = pb.RecordRequest(content=5, borrow=True).SerializeToString()
-    for _ in range(limits.PEER_OPEN_COPIES_PER_PEER_MAX):
-        raw.call("GetRecord", borrow)
-    assert raw.refused("GetRecord", borrow) is Status.RESOURCE_EXHAUSTED
-    assert node.server.rejections.get_counts() == {"node2": {"too_many": 2}}
+    monkeypatch.setattr(limits, "PEER_IDLE_COPIES_MAX", 3)
+    for content in range(1, 6):
+        node.host.hold(b"x", content)
+        raw.read(reading(0, 1, b"x", content))
+    assert node.server.table.read_count == 3
+    assert node.server.rejections.get_counts() == {"node2": {"too_many": 1}}
     monkeypatch.setattr(limits, "PEER_IDLE_S", -1.0)
-    eventually(lambda: node.host.arriving() == 0 and len(node.server.table.reads) == 0, what="what is idle ends")
+    eventually(lambda: node.host.arriving() == 0 and node.server.table.read_count == 0, what="what is idle ends")
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= before, what="descriptors are given back")
 
 
@@ -568,7 +584,7 @@ def test_what_a_node_had_begun_ends_when_it_dies_and_room_for_what_never_came_is
     one, other = connect("node2"), connect("node3")
     one.offer(DATA, 1)
     some = one.offer(DATA, 2)
-    one.send(command(1, some), *block(0), header(1, 0, END))
+    one.send(named(some), *block(0), header(1, 0, END))
     going_on = other.offer(DATA, 3)
     node.server.end_all_of_node("node2")
     eventually(lambda: node.host.arriving() == 1, what="what the dead node had begun ends")
@@ -587,7 +603,7 @@ def test_refusals_leave_nothing_behind(node: PeerNode, raw: Raw) -> None:
     number = raw.offer()
     for name in ("wrong bytes", "long piece", "block far away"):
         with pytest.raises(grpc.RpcError):
-            raw.send(command(1, number), *STREAMS[name][0][1:])
+            raw.send(named(number), *STREAMS[name][0][1:])
     raw.call("Abandon", pb.TransferRequest(transfer=number).SerializeToString())
     # gRPC fills its bounded pool first, then no more threads come.
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= descriptors, what="descriptors are given back")

@@ -20,8 +20,9 @@ from ckptfs import limits
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed, PeerRefused
 from ckptfs.peers import block_client, transfer_table
 from ckptfs.peers.link import Link, translate_errors
-from ckptfs.peers.messages import Command, CommandKind, Rejection, RejectReason
+from ckptfs.peers.messages import Rejection, RejectReason
 from ckptfs.peers.peer_client import PeerClient
+from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
 DATA = os.urandom(8 * BLOCK)
@@ -129,7 +130,7 @@ def test_a_source_that_is_ended_because_all_is_here_has_not_failed(world: World,
     worker = block_client.FetchWorker(link, cast(Any, Over()))
     worker.progress_at -= still_s
     with pytest.raises(PeerFailed):
-        worker._read_run(Command(CommandKind.READ, 1, 0, 1, False))
+        worker._read_run(pb.ReadRequest(content=1, count=1))
     assert link.stats.has_failed_recently == bool(still_s)
 
 

@@ -114,13 +114,11 @@ def test_a_crowd_goes_on_when_the_first_holders_die(area: Path) -> None:
     assert all(node.data(crowd.content) == crowd.data for node in nodes) and crowd.served.total() == 17 * BLOCKS
 
 
-@pytest.mark.parametrize("name", ["PEER_OPEN_COPIES_MAX", "PEER_READERS_MAX"])
-def test_a_crowd_waits_at_every_bound(area: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_a_crowd_waits_for_its_turn(area: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal is not counted as a try, and the patience with failures does not matter."""
-    monkeypatch.setattr(limits, name, 1)
+    monkeypatch.setattr(limits, "PEER_READERS_MAX", 1)
     monkeypatch.setattr(limits, "FETCH_PATIENCE_S", 0.0)
     monkeypatch.setattr(limits, "FETCH_TRIES_MAX", 1)
-    monkeypatch.setattr(limits, "PEER_READERS_BYTES_MIN", BLOCK if name == "PEER_READERS_MAX" else 1 << 40)
     crowd = Crowd(area, 17)
     nodes = list(crowd.waiting)
     assert crowd.count_rounds() > 2
@@ -179,7 +177,7 @@ def test_who_waited_long_enough_goes_ahead(three: tuple[LocalCluster, Node, int]
     monkeypatch.setattr(limits, "PEER_READERS_MAX", 1)
     cluster, reader, content = three
     for holder in cluster.nodes[:2]:
-        holder.table.open_copy("slow", content, None, can_wait=True)
+        holder.table.describe_copy("slow", content, None, can_wait=True)
     flow, inode = fetch_of(reader), cluster.nodes[0].inode(content)
     request = mover_requests.insert_request(reader.db, mover_requests.FETCH, inode)
     assert flow.step() and flow.next_due_s() is not None and reader.copies(content) == {}, "it waits, and has begun nothing"

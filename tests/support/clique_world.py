@@ -270,20 +270,19 @@ class LocalPeers:
         return found
 
     @contextlib.contextmanager
-    def _borrow(self, act: str, node: PeerAddress, content: int, expected: bytes | None, can_wait: bool) -> Iterator[OpenCopy]:
+    def _lent(self, node: PeerAddress, content: int, expected: bytes, can_wait: bool) -> Iterator[OpenCopy]:
         """A copy of another node, within the bounds that its peer server has."""
         me, there = self._here.member.name, self._cluster.node(node.name)
-        self._host_of(act, node)
-        try:
-            number, copy = there.table.open_copy(me, content, expected, can_wait=can_wait)
-        except Rejection as refusal:
-            raise (PeerBusy if refusal.reason is RejectReason.TOO_MANY else PeerRefused)(str(refusal), refusal.reason) from refusal
-        except CkptfsError as refusal:
-            raise PeerRefused(str(refusal), refusal.errno) from refusal
-        try:
+        self._host_of("fetch", node)
+        with contextlib.ExitStack() as opened:
+            opened.callback(there.table.end_reading, me, content)
+            try:
+                copy = opened.enter_context(there.table.lend_copy(me, content, expected, can_wait=can_wait))
+            except Rejection as refusal:
+                raise (PeerBusy if refusal.reason is RejectReason.TOO_MANY else PeerRefused)(str(refusal), refusal.reason) from refusal
+            except CkptfsError as refusal:
+                raise PeerRefused(str(refusal), refusal.errno) from refusal
             yield copy
-        finally:
-            there.table.close_copy(me, number)
 
     def fetch(
         self, sources: Sequence[PeerAddress], manifest: ContentManifest, blocks: Sequence[int], target_fd: int,
@@ -293,7 +292,7 @@ class LocalPeers:
         failure = PeerFailed("no source")
         for node in sources:
             try:
-                with self._borrow("fetch", node, manifest.content, manifest.digest, can_wait) as copy:
+                with self._lent(node, manifest.content, manifest.digest, can_wait) as copy:
                     while left:
                         first = urgent_blocks()
                         left.sort(key=lambda number: number not in first)
