@@ -238,10 +238,7 @@ class UnaryCalls:
         return pb.Nothing()
 
     def Ping(self, peer: str, request: pb.Nothing) -> pb.PingReply:
-        return pb.PingReply(now_ns=time.time_ns())
-
-    def Hello(self, peer: str, request: pb.Nothing) -> pb.HelloReply:
-        return pb.HelloReply(version=PROTOCOL_VERSION)
+        return pb.PingReply(now_ns=time.time_ns(), version=PROTOCOL_VERSION)
 
 
 def receive_one(table: TransferTable, guard: RpcGuard, peer: str, offer: Offer, data: bytes) -> pb.Verdict:

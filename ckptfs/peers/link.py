@@ -1,7 +1,7 @@
 """The link to one other node: its gRPC channel and its measured speed.
 
-A link begins with Hello: both sides state the version of the protocol. Errors of gRPC and rejections become `PeerFailed` and its
-subclasses.
+A link begins with a ping, whose reply states the version of the protocol, as each call does. Errors of gRPC and rejections become
+`PeerFailed` and its subclasses.
 
 Crash safety: the other node ends unfinished transfers after `limits.PEER_IDLE_S`.
 """
@@ -119,7 +119,7 @@ class Link:
         )  # fmt: skip
         self._channel = _open_channel(identity, target_name(cluster, name, revocations), address)
         self.stub = rpc.PeerStub(_QuietChannel(self._channel))
-        self._has_said_hello = False
+        self._is_version_known = False
         self._pending_notifications: set[Any] = set()
         self.send_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
         self.read_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
@@ -128,21 +128,16 @@ class Link:
 
     def call(self, call: Callable[..., Any], request: Any, timeout_s: float = limits.PEER_CALL_S) -> Any:
         """Make a short call. Raises PeerFailed, PeerRefused."""
-        if not self._has_said_hello:
-            self._say_hello(timeout_s)
+        if not self._is_version_known:
+            self._require_version(timeout_s)
         return self._call(call, request, timeout_s)
 
-    def _say_hello(self, timeout_s: float) -> None:
+    def _require_version(self, timeout_s: float) -> None:
         """Compare versions of the protocol. Raises PeerFailed, and PeerRefused for another version."""
-        version = FIRST_VERSION
-        try:
-            version = str(self._call(self.stub.Hello, pb.Nothing(), min(timeout_s, limits.PEER_CALL_S)).version)
-        except PeerRefused as refusal:
-            if refusal.code != RejectReason.NO_METHOD:
-                raise
+        version = str(self._call(self.stub.Ping, pb.Nothing(), min(timeout_s, limits.PEER_CALL_S)).version or FIRST_VERSION)
         if version != str(PROTOCOL_VERSION):
             raise self.translate_rejection(RejectReason.VERSION, describe_versions(version, str(PROTOCOL_VERSION)))
-        self._has_said_hello = True
+        self._is_version_known = True
 
     def _call(self, call: Callable[..., Any], request: Any, timeout_s: float) -> Any:
         self.used_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The unfinished work of peers on this node: transfers (blocks that arrive) and copies that are open for reads.
+"""The unfinished work of peers on this node: transfers that arrive, and copies that they read.
 
 A transfer belongs to the peer that began it, has a random id, and is bounded in number per peer and in total. A block of it is accepted
 once: only if it was missing, and from one stream at a time. A read names a content and its digest. The copy is open during the stream, and

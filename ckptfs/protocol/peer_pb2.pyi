@@ -139,13 +139,9 @@ class Nothing(_message.Message):
     def __init__(self) -> None: ...
 
 class PingReply(_message.Message):
-    __slots__ = ("now_ns",)
+    __slots__ = ("now_ns", "version")
     NOW_NS_FIELD_NUMBER: _ClassVar[int]
-    now_ns: int
-    def __init__(self, now_ns: _Optional[int] = ...) -> None: ...
-
-class HelloReply(_message.Message):
-    __slots__ = ("version",)
     VERSION_FIELD_NUMBER: _ClassVar[int]
+    now_ns: int
     version: int
-    def __init__(self, version: _Optional[int] = ...) -> None: ...
+    def __init__(self, now_ns: _Optional[int] = ..., version: _Optional[int] = ...) -> None: ...

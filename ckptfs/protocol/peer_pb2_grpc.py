@@ -84,11 +84,6 @@ class PeerStub:
                 request_serializer=peer__pb2.Nothing.SerializeToString,
                 response_deserializer=peer__pb2.PingReply.FromString,
                 _registered_method=True)
-        self.Hello = channel.unary_unary(
-                '/ckptfs.peer.Peer/Hello',
-                request_serializer=peer__pb2.Nothing.SerializeToString,
-                response_deserializer=peer__pb2.HelloReply.FromString,
-                _registered_method=True)
 
 
 class PeerServicer:
@@ -149,12 +144,6 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Ping(self, request, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Hello(self, request, context):
         """Added to the service by hand. All but the first message are raw, and never parsed as protobuf:
         Send: stream of (TransferRequest, then header and pieces of each block, end) -> end
         Read: ReadRequest -> stream of (header and pieces of each block, end)
@@ -215,11 +204,6 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Ping,
                     request_deserializer=peer__pb2.Nothing.FromString,
                     response_serializer=peer__pb2.PingReply.SerializeToString,
-            ),
-            'Hello': grpc.unary_unary_rpc_method_handler(
-                    servicer.Hello,
-                    request_deserializer=peer__pb2.Nothing.FromString,
-                    response_serializer=peer__pb2.HelloReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -492,33 +476,6 @@ class Peer:
             '/ckptfs.peer.Peer/Ping',
             peer__pb2.Nothing.SerializeToString,
             peer__pb2.PingReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Hello(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/ckptfs.peer.Peer/Hello',
-            peer__pb2.Nothing.SerializeToString,
-            peer__pb2.HelloReply.FromString,
             options,
             channel_credentials,
             insecure,

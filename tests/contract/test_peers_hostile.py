@@ -208,7 +208,7 @@ def test_an_answer_that_is_no_message_fails_the_call(caplog: pytest.LogCaptureFi
     """And leaves no line in the log: a node that lies could fill it."""
     server = grpc.server(ThreadPoolExecutor(1))
     junk = grpc.unary_unary_rpc_method_handler(lambda _request, _context: b"\xff" * 100)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ckptfs.peer.Peer", {"Hello": junk}),))
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("ckptfs.peer.Peer", {"Ping": junk}),))
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     link = Link("node2", CLUSTER, None, "node1", address)
@@ -230,7 +230,7 @@ def test_without_keys_a_caller_must_name_our_cluster(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [(), (("ckptfs-protocol", "4"),), (("ckptfs-protocol", "x2"),)], ids=["none", "later", "nonsense"])
 def test_another_version_of_the_protocol_is_refused(node: PeerNode, raw: Raw, version: Metadata) -> None:
     """2.7: every call is; the refusal names both versions. Who states none is of 0.2.0."""
-    for method in ("Hello", "Ping", "Offer"):
+    for method in ("Ping", "Offer", "GetRecord"):
         with pytest.raises(grpc.RpcError) as failure:
             raw.call(method, b"", version)
         assert failure.value.code() is Status.FAILED_PRECONDITION
@@ -243,12 +243,9 @@ def test_another_version_of_the_protocol_is_refused(node: PeerNode, raw: Raw, ve
 def test_a_client_refuses_a_server_of_another_version(
     node: PeerNode, keyring: Keyring, monkeypatch: pytest.MonkeyPatch, theirs: int
 ) -> None:
-    """2.7: version 1 has no Hello, and checks no version; nothing is sent to it."""
+    """2.7: version 1 states none, and checks none; nothing is sent to it."""
     monkeypatch.setattr(grpc_server, "require_version", lambda context: None)
-    if theirs == 1:
-        monkeypatch.setitem(node.server._methods._handlers, "/ckptfs.peer.Peer/Hello", node.server._methods._unknown)
-    else:
-        monkeypatch.setattr(grpc_server, "PROTOCOL_VERSION", theirs)
+    monkeypatch.setattr(grpc_server, "PROTOCOL_VERSION", theirs if theirs > 1 else 0)
     made = client("node2", keyring("node2"))
     with pytest.raises(PeerRefused, match=f"it speaks version {theirs} of the protocol between nodes, the caller version 3"):
         made.ping(node.there)
