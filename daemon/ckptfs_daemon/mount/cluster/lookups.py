@@ -2,14 +2,12 @@
 
 The kernel looks up one component of a path after the other, and each reply must be what the store says during the system call.
 The name that was looked up last in a directory is read together with the directory, in one round trip. A prefetched name counts as fresh
-once, for the same thread in the same system call with the same arguments, in the order of the path, for LOOKUP_FRESH_S, and only if each
-step follows the previous reply within LOOKUP_STEP_S: a thread that knows of another node's change has returned from its system call. A
-wrong guess costs one more key in a read that happens anyway. Each name is read separately without /proc/PID/syscall, which needs
-CAP_SYS_PTRACE.
+once, for the same thread in the same system call with the same arguments, for LOOKUP_FRESH_S, and only if each step follows the previous
+reply within LOOKUP_STEP_S: a thread that knows of another node's change has returned from its system call. A wrong guess costs one more key
+in a read that happens anyway. Each name is read separately without /proc/PID/syscall, which needs CAP_SYS_PTRACE.
 """
 
 import os
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -23,13 +21,12 @@ from ckptfs_daemon.mount.cluster.shared_namespace import Name, SharedNamespace
 
 @dataclass(slots=True)
 class PathWalk:
-    """The prefetched names of one thread, step by step, and the inode that it has reached."""
+    """What one thread may use once: names that were prefetched, and inodes that it has reached by them."""
 
     call: bytes
     until_s: float
     step_until_s: float
-    names: deque[Name]
-    reached: int = 0
+    fresh: set[Name | int]
 
     def is_valid(self, call: bytes) -> bool:
         """Return True if a request of this system call continues the walk."""
@@ -56,27 +53,18 @@ class LookupPrefetch:
         self._walks = BoundedTable[int, PathWalk](limits.LOOKUPS_MAX)
         self._last_names = BoundedTable[int, bytes](limits.LOOKUPS_MAX)
 
-    def consume_fresh_name(self, pid: int, parent: int, name: bytes) -> bool:
-        """Return True, once, if a walk of thread `pid` has prefetched this name."""
+    def consume_fresh(self, pid: int, what: Name | int) -> bool:
+        """Return True, once, if a walk of thread `pid` has prefetched this name, or has just reached this inode."""
         walk = self._walks.get(pid)
-        if walk is None or not walk.names or walk.names[0] != (parent, name) or not walk.is_valid(self._call_of(pid)):
+        if walk is None or what not in walk.fresh or not walk.is_valid(self._call_of(pid)):
             return False
-        walk.names.popleft()
-        self._last_names[parent] = name
-        return True
-
-    def consume_fresh_inode(self, pid: int, inode: int) -> bool:
-        """Return True, once, if a walk of thread `pid` has just reached this inode."""
-        walk = self._walks.get(pid)
-        if walk is None or walk.reached != inode or not walk.is_valid(self._call_of(pid)):
-            return False
-        walk.reached = 0
-        self.extend_step_deadline(pid)
+        walk.fresh.discard(what)
+        walk.step_until_s = trio.current_time() + limits.LOOKUP_STEP_S
         return True
 
     async def refresh_name(self, parent: int, name: bytes, *, pid: int) -> None:
         """Make the rows of a name fresh. `pid`: the calling thread, 0 if unknown."""
-        if self.consume_fresh_name(pid, parent, name):
+        if self.consume_fresh(pid, (parent, name)):
             return
         self._last_names[parent] = name
         child = read.find_directory(self._shared_namespace.db, parent, name)
@@ -86,7 +74,7 @@ class LookupPrefetch:
 
     async def refresh_inode(self, inode: int, *, pid: int) -> None:
         """Make the rows of an inode fresh, which a walk may just have reached or may start from."""
-        if self.consume_fresh_inode(pid, inode):
+        if self.consume_fresh(pid, inode):
             return
         ahead = self._predict_steps(inode)
         await self._shared_namespace.refresh_inode(inode, *ahead)
@@ -96,19 +84,13 @@ class LookupPrefetch:
         """Record that the fresh name leads to `inode`; the reply goes out now."""
         walk = self._walks.get(pid)
         if walk is not None:
-            walk.reached = inode
-            self.extend_step_deadline(pid)
-
-    def extend_step_deadline(self, pid: int) -> None:
-        """Restart the time for the next step: the reply goes out now."""
-        walk = self._walks.get(pid)
-        if walk is not None:
+            walk.fresh.add(inode)
             walk.step_until_s = trio.current_time() + limits.LOOKUP_STEP_S
 
     def _start_walk(self, pid: int, ahead: list[Name]) -> None:
         if pid:
             now_s = trio.current_time()
-            self._walks[pid] = PathWalk(self._call_of(pid), now_s + limits.LOOKUP_FRESH_S, now_s + limits.LOOKUP_STEP_S, deque(ahead))
+            self._walks[pid] = PathWalk(self._call_of(pid), now_s + limits.LOOKUP_FRESH_S, now_s + limits.LOOKUP_STEP_S, {*ahead})
 
     def _predict_steps(self, directory: int) -> list[Name]:
         """Return the names that will probably be looked up from a directory on, step by step."""

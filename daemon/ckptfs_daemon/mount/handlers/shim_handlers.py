@@ -150,7 +150,7 @@ class ShimHandlers:
         prefetch = self._context.prefetch
         if parent >= limits.HISTORY_BIT or self._latest.owns_name(parent, name):
             return False
-        if prefetch is not None and not prefetch.consume_fresh_name(pid, parent, name):
+        if prefetch is not None and not prefetch.consume_fresh(pid, (parent, name)):
             return False
         try:
             inode = namespace.lookup(self._context.db, parent, name)
@@ -166,7 +166,7 @@ class ShimHandlers:
         return True
 
     def _fast_getattr(self, req: int, number: int, pid: int) -> bool:
-        if self._context.prefetch is not None and not self._context.prefetch.consume_fresh_inode(pid, number):
+        if self._context.prefetch is not None and not self._context.prefetch.consume_fresh(pid, number):
             return False
         if self._context.open_files.is_on_pfs(number):
             return False
