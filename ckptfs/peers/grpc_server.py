@@ -206,7 +206,7 @@ class UnaryCalls:
         return pb.OffersReply(verdicts=[receive_one(self._table, self._guard, peer, offer, one.whole) for offer, one in pairs])
 
     def Progress(self, peer: str, request: pb.TransferRequest) -> pb.ProgressReply:
-        transfer = self._table.transfers.get(peer, request.transfer)
+        transfer = self._table.get_transfer(peer, request.transfer)
         transfer.touch()
         return pb.ProgressReply(lacking=encode_bitmap(transfer.list_missing_blocks(), count_blocks(transfer.size)))
 
@@ -262,7 +262,7 @@ class RawStreams:
     def send(self, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:
         """Receive blocks of a transfer."""
         with self._guard.guard_call(context) as peer, self._watch_call(context, peer), self._slots.hold_slot(peer):
-            transfer = self._table.transfers.get(peer, parse_message(pb.TransferRequest, next(messages, b"")).transfer)
+            transfer = self._table.get_transfer(peer, parse_message(pb.TransferRequest, next(messages, b"")).transfer)
             with transfer.hold_stream(), closing(BlockReceiver(transfer)) as receiver:
                 for message in messages:
                     receiver.accept_message(message)
@@ -339,7 +339,7 @@ class PeerServer:
 
     def get_figures(self) -> dict[str, Any]:
         """Return the figures for `ckptfs status`."""
-        return {"transfers": len(self.table.transfers), "reads": self.table.read_count, "refused": self.rejections.get_counts()}
+        return {"transfers": self.table.transfer_count, "reads": self.table.read_count, "refused": self.rejections.get_counts()}
 
     def end_all_of_node(self, node: str) -> None:
         """End soon the transfers and reads of a node that has died or was restarted."""

@@ -117,66 +117,23 @@ class IncomingTransfer:
             return sorted(self._missing_blocks)
 
 
-class IncomingTransfers:
-    """Transfers by random id. A peer finds only its own: any other id is unknown to it."""
-
-    def __init__(self) -> None:
-        self._items: dict[int, IncomingTransfer] = {}
-        self._reserved_count = 0
-        self._lock = threading.Lock()
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    @contextmanager
-    def reserve_slot(self, peer: str) -> Iterator[Callable[[IncomingTransfer], int]]:
-        """Reserve a slot; yield the function that fills it and gives the id. Raises Rejection."""
-        with self._lock:
-            mine = sum(item.peer == peer for item in self._items.values())
-            is_full = len(self._items) + self._reserved_count >= limits.PEER_TRANSFERS_MAX
-            if is_full or mine >= limits.PEER_TRANSFERS_PER_PEER_MAX:
-                raise Rejection(RejectReason.TOO_MANY, "too many at once: transfer")
-            self._reserved_count += 1
-        try:
-            yield self._add
-        finally:
-            with self._lock:
-                self._reserved_count -= 1
-
-    def _add(self, item: IncomingTransfer) -> int:
-        number = secrets.randbits(62) + 1
-        with self._lock:
-            self._items[number] = item
-        return number
-
-    def get(self, peer: str, number: int) -> IncomingTransfer:
-        """Return the transfer of this peer with an id. Raises Rejection if there is none."""
-        item = self._items.get(number)
-        if item is None or item.peer != peer:
-            raise Rejection(RejectReason.UNKNOWN, "no such transfer")
-        return item
-
-    def remove(self, number: int) -> None:
-        with self._lock:
-            self._items.pop(number, None)
-
-    def all(self) -> Sequence[tuple[int, IncomingTransfer]]:
-        """Return a snapshot of (id, item)."""
-        with self._lock:
-            return list(self._items.items())
-
-
 class TransferTable:
     """All transfers and reads of this node, and the content host behind them."""
 
     def __init__(self, content_host: ContentHost, clock: Clock = time.monotonic) -> None:
         self.content_host = content_host
         self._clock = clock
-        self.transfers = IncomingTransfers()
+        self._transfers: dict[int, IncomingTransfer] = {}
+        self._reserved_count = 0
         self._reading: set[tuple[str, int]] = set()
         self._idle_copies: dict[tuple[str, int, bytes], tuple[OpenCopy, float]] = {}
-        self._reader_slots: dict[tuple[int, str], float] = {}
+        self._reader_slots: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
+
+    @property
+    def transfer_count(self) -> int:
+        """Return the number of transfers that peers have begun."""
+        return len(self._transfers)
 
     @property
     def read_count(self) -> int:
@@ -185,18 +142,51 @@ class TransferTable:
 
     def begin_transfer(self, peer: str, offer: Offer) -> tuple[int, list[int]]:
         """Begin a transfer, and end this peer's older one. Return its id and the missing blocks."""
-        for number, transfer in self.transfers.all():
+        for number, transfer in self._list_transfers():
             if transfer.peer == peer and transfer.offer.content == offer.content:
                 self.abandon(peer, number)
-        with self.transfers.reserve_slot(peer) as insert:
+        with self._reserve_slot(peer):
             reception = self.content_host.begin_reception(replace(offer, sender=peer))
-            return insert(IncomingTransfer(peer, offer, reception, self._clock)), list(reception.missing_blocks)
+            number = secrets.randbits(62) + 1
+            with self._lock:
+                self._transfers[number] = IncomingTransfer(peer, offer, reception, self._clock)
+        return number, list(reception.missing_blocks)
+
+    @contextmanager
+    def _reserve_slot(self, peer: str) -> Iterator[None]:
+        """Hold the place of a transfer until it is in the table. Raises Rejection if there is none."""
+        with self._lock:
+            mine = sum(transfer.peer == peer for transfer in self._transfers.values())
+            is_full = len(self._transfers) + self._reserved_count >= limits.PEER_TRANSFERS_MAX
+            if is_full or mine >= limits.PEER_TRANSFERS_PER_PEER_MAX:
+                raise Rejection(RejectReason.TOO_MANY, "too many at once: transfer")
+            self._reserved_count += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._reserved_count -= 1
+
+    def get_transfer(self, peer: str, number: int) -> IncomingTransfer:
+        """Return the transfer of this peer with an id. Raises Rejection if there is none."""
+        transfer = self._transfers.get(number)
+        if transfer is None or transfer.peer != peer:
+            raise Rejection(RejectReason.UNKNOWN, "no such transfer")
+        return transfer
+
+    def _list_transfers(self) -> list[tuple[int, IncomingTransfer]]:
+        with self._lock:
+            return list(self._transfers.items())
+
+    def _remove(self, number: int) -> None:
+        with self._lock:
+            self._transfers.pop(number, None)
 
     def receive_whole(self, peer: str, offer: Offer, data: bytes) -> bool:
         """Receive a content of one block inside its offer. Return whether the copy counts now."""
         number, missing_blocks = self.begin_transfer(peer, offer)
         try:
-            transfer = self.transfers.get(peer, number)
+            transfer = self.get_transfer(peer, number)
             with transfer.hold_stream():  # A peer that offers the same content waits for the end: the descriptor is in use until then.
                 for block_number in missing_blocks:
                     transfer.claim_block(block_number)
@@ -208,17 +198,17 @@ class TransferTable:
 
     def finish(self, peer: str, number: int) -> bool:
         """Finish a transfer. Return whether the content is verified. A transfer that lacks blocks continues."""
-        transfer = self.transfers.get(peer, number)
+        transfer = self.get_transfer(peer, number)
         if left := transfer.list_missing_blocks():
             raise Rejection(RejectReason.INCOMPLETE, f"{len(left)} blocks are missing, the first is {left[0]}")
         transfer.end_if_unused()
-        self.transfers.remove(number)
+        self._remove(number)
         return self.content_host.finish_reception(transfer.token)
 
     def abandon(self, peer: str, number: int) -> None:
         """End a transfer. The host learns of it when no stream uses it any more."""
-        transfer = self.transfers.get(peer, number)
-        self.transfers.remove(number)
+        transfer = self.get_transfer(peer, number)
+        self._remove(number)
         transfer.end(lambda: self.content_host.abort_reception(transfer.token, keep_blocks=transfer.has_received_blocks))
 
     def describe_copy(self, peer: str, content: int, digest: bytes | None, *, can_wait: bool = False) -> OpenCopy:
@@ -254,12 +244,16 @@ class TransferTable:
                 os.close(unneeded.fd)
             self._close_idle(lambda _, __: len(self._idle_copies) > limits.PEER_IDLE_COPIES_MAX)
 
-    def end_reading(self, peer: str, content: int) -> None:
-        """Close what a peer has open of a content, after its streams, and free its slot for the next reader."""
+    def end_reading(self, peer: str, content: int | None = None) -> None:
+        """Close what a peer has open of a content, or of all, after its streams. Its slots are free then."""
+
+        def is_meant(place: tuple[str, int]) -> bool:
+            return place[0] == peer and content in (None, place[1])
+
         with self._lock:
-            self._reading.discard((peer, content))
-            self._reader_slots.pop((content, peer), None)
-        self._close_idle(lambda place, _: place[:2] == (peer, content))
+            self._reading = {place for place in self._reading if not is_meant(place)}
+            self._reader_slots = {place: until_s for place, until_s in self._reader_slots.items() if not is_meant(place)}
+        self._close_idle(lambda place, _: is_meant(place[:2]))
 
     def _close_idle(self, should_close: Callable[[tuple[str, int, bytes], float], bool]) -> None:
         """Close idle copies, the one that is idle longest first. `should_close` gets its key and since when."""
@@ -283,23 +277,25 @@ class TransferTable:
             return
         with self._lock:
             self._reader_slots = {place: until for place, until in self._reader_slots.items() if until > now}
-            others = {reader for content, reader in self._reader_slots if content == copy.content and reader != peer}
+            others = {reader for reader, content in self._reader_slots if content == copy.content and reader != peer}
             if can_wait and len(others) >= limits.PEER_READERS_MAX:
                 raise Rejection(RejectReason.TOO_MANY, f"{len(others)} nodes fetch it just now")
-            self._reader_slots[copy.content, peer] = now + limits.PEER_READER_S
+            self._reader_slots[peer, copy.content] = now + limits.PEER_READER_S
 
     def end_all_of_peer(self, peer: str) -> None:
-        """End all that this peer had begun and no stream uses."""
+        """End all that this peer had begun, as soon as no stream uses it."""
         self._end_each(lambda transfer: transfer.peer == peer)
-        self._close_idle(lambda place, _: place[0] == peer)
+        self.end_reading(peer)
 
     def end_idle(self, everything: bool = False) -> None:
         """End what was unused for long, or `everything`."""
         self._end_each(lambda transfer: everything or transfer.is_idle())
+        if everything:
+            self._reading = set()  # The last streams close their copies.
         self._close_idle(lambda _, since: everything or self._clock() - since > limits.PEER_IDLE_S)
 
     def _end_each(self, should_end: Callable[[IncomingTransfer], bool]) -> None:
-        for number, transfer in self.transfers.all():
+        for number, transfer in self._list_transfers():
             if should_end(transfer):
                 with suppress(Rejection):  # It ended just now.
                     self.abandon(transfer.peer, number)

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -238,14 +239,16 @@ def test_a_content_that_is_deleted_while_it_is_read_stays_readable(pair: Pair, t
 
 
 def test_a_stream_that_ends_after_its_reader_leaves_no_copy_open(fast: Pair) -> None:
-    """A peer that has all it wants says so while the last stream still ends; the space of a deleted content is needed."""
+    """A peer that has all it wants says so while its last stream ends, or has died; the space of a deleted content is needed."""
     offer, table = fast.node.host.hold(os.urandom(BLOCK)), fast.node.server.table
     assert offer.digest is not None
-    with table.lend_copy("node2", offer.content, offer.digest) as copy:
-        table.end_reading("node2", offer.content)
-        assert os.fstat(copy.fd).st_size == BLOCK
-    with pytest.raises(OSError):
-        os.fstat(copy.fd)
+    ends = (partial(table.end_reading, "node2", offer.content), partial(table.end_all_of_peer, "node2"), partial(table.end_idle, True))
+    for end in ends:
+        with table.lend_copy("node2", offer.content, offer.digest) as copy:
+            end()
+            assert os.fstat(copy.fd).st_size == BLOCK
+        with pytest.raises(OSError):
+            os.fstat(copy.fd)
     with table.lend_copy("node2", offer.content, offer.digest) as copy:
         assert table.read_count == 1
     assert table.read_count == 1 and os.fstat(copy.fd).st_size == BLOCK

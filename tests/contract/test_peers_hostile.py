@@ -262,7 +262,7 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
     kept = other.offer(content=9)
     certificates.write_revocations(tmp_path, {"node4": 1})
     assert lost.refused("Finish", transfer) is Status.PERMISSION_DENIED
-    eventually(lambda: len(node.server.table.transfers) == 1, what="what it had begun ends")
+    eventually(lambda: node.server.table.transfer_count == 1, what="what it had begun ends")
     other.call("Progress", pb.TransferRequest(transfer=kept).SerializeToString())
     eventually(lambda: node.server.rejections.get_counts()["unknown"] == {"stranger": 1}, what="it is counted")
     certificates.revoke(keyring.directory, "node4")
