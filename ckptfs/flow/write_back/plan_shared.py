@@ -69,7 +69,8 @@ class SharedPlanner(Planner):
             return self._keep(row)
         plans: dict[str, Callable[[JournalRow], bool]] = {
             "make": self._shared_name, "link": self._shared_name, "unlink": self._shared_remove, "rmdir": self._shared_remove,
-            "rename": self._shared_rename, "exchange": self._shared_exchange, "attributes": self._shared_attributes,
+            "rename": self._shared_rename, "exchange": self._shared_exchange,
+            "attributes": lambda row: not self._snapshot.is_alive(row.inode) or self._attributes(row),
             "content": self._shared_content, "synced": self._shared_content, "settle": lambda row: self._align(row.inode),
         }  # fmt: skip
         shown = self.view.list_names(row.inode)
@@ -159,9 +160,6 @@ class SharedPlanner(Planner):
         if shown and is_possible and self._is_kept(replace(row, inode=shown), name):
             return self._exchange(row)
         return all(self._align(inode) for inode in (row.inode, other) if inode is not None)
-
-    def _shared_attributes(self, row: JournalRow) -> bool:
-        return not self._snapshot.is_alive(row.inode) or self._attributes(row)
 
     def _shared_content(self, row: JournalRow) -> bool:
         """Publish a content under the file's present names, if this node wrote it or took it over."""
