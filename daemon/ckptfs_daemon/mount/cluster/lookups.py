@@ -54,7 +54,7 @@ class LookupPrefetch:
         self._last_names = BoundedTable[int, bytes](limits.LOOKUPS_MAX)
 
     def consume_fresh(self, pid: int, what: Name | int) -> bool:
-        """Return True, once, if a walk of thread `pid` has prefetched this name, or has just reached this inode."""
+        """Return True, once, if thread `pid` has prefetched this name, or has just reached this inode."""
         walk = self._walks.get(pid)
         if walk is None or what not in walk.fresh or not walk.is_valid(self._call_of(pid)):
             return False
