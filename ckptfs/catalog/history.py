@@ -387,6 +387,11 @@ def _walk(db: Database, directory: int, names: Iterable[bytes]) -> Iterator[int]
 # --- separation -------------------------------------------------------------------------------------------------------
 
 
+def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
+    """Return (directory, name) of the names of a file in the history that this node has."""
+    return db.rows("SELECT e.parent, e.name FROM entry e JOIN inode d ON d.id = e.parent WHERE e.child = ? AND d.history = 1", inode)
+
+
 def separate(db: Database, inode: int, copied: int | None = None) -> int:
     """Give the names of a file in the history to a new inode, and return the inode.
 
@@ -395,8 +400,7 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
     `copied`: a reserved content whose file is a copy of the file's content; it becomes the content of the new inode. None: the new inode
     gets the content itself, and the file has none. On the PFS the new inode is a new file.
     """
-    row = get(db, inode)
-    names = db.rows("SELECT e.parent, e.name FROM entry e JOIN inode d ON d.id = e.parent WHERE e.child = ? AND d.history = 1", inode)
+    row, names = get(db, inode), list_names(db, inode)
     columns = "mode, uid, gid, size, atime_ns, mtime_ns, ctime_ns, birth_ns, generation, closed_ns"
     made = db.insert(
         f"INSERT INTO inode (id, rdev, nlink, history, {columns}) SELECT ?1, 0, ?2, ?2, {columns} FROM inode WHERE id = ?3",

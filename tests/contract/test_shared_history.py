@@ -325,7 +325,7 @@ async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_
         held = contents.get_file_content(b.db, inode)
         assert held is not None and held.inode.history == 1
         context: Any = SimpleNamespace(db=b.db, shared_namespace=b.sharing)
-        found = separation.separate_for_writer(context, held, truncates=truncates, request_fetch=b.sharing.run)
+        found = separation.separate_for_writer(context, held, truncates=truncates, request_fetch=b.sharing.run, tries=iter(()))
     assert found.is_on_other_nodes, "its bytes are not changed in place"
     new = await make_closed(b, inode)
     assert not contents.mark_previous_doomed(b.db, inode, new)

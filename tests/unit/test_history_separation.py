@@ -18,7 +18,7 @@ from opener import Opener
 from ckptfs import limits
 from ckptfs.catalog import contents, copies, handles, history, inodes, namespace
 from ckptfs.catalog.history import SetRecord
-from ckptfs.errors import ContentLost, NoSpace
+from ckptfs.errors import Busy, ContentLost, NoSpace
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.model import ROOT, ContentState, CopyState, Tier
 
@@ -100,6 +100,30 @@ async def test_a_second_writer_and_a_second_set_separate_once_each(opener: Opene
     while Reclaim(opener.node.db, opener.node.tiers, opener.node.config, opener.node.told).step():
         pass
     assert len(opener.node.files(Tier.RAM)) == 3, "two sets and the file; no copy is left over"
+
+
+async def test_a_file_that_has_fewer_names_in_the_history_than_are_counted_is_copied_once(opener: Opener) -> None:
+    """P10: the count of an island may be wrong. What it cannot give away is not written in place, and the open ends."""
+    directory = keep(opener)
+    opener.node.db.change("UPDATE inode SET history = 3, nlink = 4 WHERE id = ?", opener.inode)
+    with trio.fail_after(60):
+        await opener.open(2, writer=True, truncates=False)
+    write(opener, b"new")
+    assert read_set(opener, directory) == b"sealed" and len(opener.node.files(Tier.RAM)) == 2
+
+
+async def test_a_file_of_which_sets_are_made_all_the_time_is_busy(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10: each separation copies the file. The open ends before that has filled the tier."""
+    made = [keep(opener)]
+
+    async def make_next_set() -> None:
+        made.append(keep(opener, len(made) + 1))
+
+    monkeypatch.setattr(opener.context.shared_namespace, "wait_published", make_next_set)
+    monkeypatch.setattr(limits, "SHARED_TRIES_MAX", 3)
+    with pytest.raises(Busy, match="sets of it are made"), trio.fail_after(60):
+        await opener.open(2, writer=True, truncates=False)
+    assert len(made) == 4 and {read_set(opener, one) for one in made} == {b"sealed"}
 
 
 async def test_an_empty_file_is_separated_without_a_copy(opener: Opener) -> None:

@@ -71,6 +71,7 @@ class OpenAttempt:
         self._leases_until_s = 0.0
         self._has_begun_fetch = self._has_searched = self.separates = False
         self._announce_deadline_s = trio.current_time() + limits.PUBLISHED_WAIT_S
+        self._separation_tries = iter(range(limits.SHARED_TRIES_MAX))
 
     async def run(self) -> OpenResult:
         """Open. Raises OSError, ContentLost, NoSpace, TimedOut."""
@@ -131,8 +132,9 @@ class OpenAttempt:
             raise MustWait(self._wait_and_refresh)
         self.separates = bool(held.inode.history) and self._open_request.is_writer
         if self.separates:
-            truncates = self._open_request.truncates
-            return separation.separate_for_writer(self._context, held, truncates=truncates, request_fetch=self._request_fetch)
+            return separation.separate_for_writer(
+                self._context, held, truncates=self._open_request.truncates, request_fetch=self._request_fetch, tries=self._separation_tries
+            )
         return held
 
     # --- act ----------------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ over.
 import contextlib
 import logging
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 
 import trio
 
 from ckptfs import disk
-from ckptfs.catalog import contents, history, identity, inodes
+from ckptfs.catalog import contents, history, inodes
 from ckptfs.catalog.contents import FileContent
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, keys
@@ -74,18 +74,17 @@ def _leave_name(db: Database, storage: TierStorage, content: int) -> None:
 
 
 def separate_for_writer(
-    context: MountContext, held: FileContent, *, truncates: bool, request_fetch: Callable[[], Awaitable[None]]
+    context: MountContext, held: FileContent, *, truncates: bool, request_fetch: Callable[[], Awaitable[None]], tries: Iterator[object]
 ) -> FileContent:
     """Separate a file from its history in the caller's transaction, and return what is known of it then.
 
-    Raises MustWait if the bytes must be fetched or copied first. In a cluster the program waits until other nodes know of the separation:
-    none of them then takes the file for a part of another set.
+    Raises MustWait if the bytes must be fetched or copied first, and Busy at the end of `tries`, of which each copy takes one. In a cluster
+    the program waits until other nodes know of the separation: none of them then takes the file for a part of another set.
     """
     inode, shared_namespace = held.inode.id, context.shared_namespace
     if shared_namespace.is_shared and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
-    names = keys.list_local_names(context.db, inode)
-    if shared_namespace.is_disconnected and not any(identity.is_history_directory(name.number) for name in names):
+    if not history.list_names(context.db, inode):
         # An island cannot change names that only the store knows. Its return leaves them this content, which is not written in place.
         key_state.doubt_cached(context.db, SharedKey(INODE, inode))
         return replace(held, is_on_other_nodes=held.state is ContentState.SEALED)
@@ -101,6 +100,8 @@ def separate_for_writer(
     content = contents.get_content(context.db, held.content or 0)
     if target is WriteTarget.LOST or content is None or content.state is ContentState.OPEN:
         return held
+    if next(tries, None) is None:
+        raise Busy(f"{inodes.get_shown_path(context.db, inode)}: its bytes for the history change all the time, or sets of it are made")
     source, size = context.tiers[held.tiers[0]], held.inode.size
     raise MustWait(lambda: _copy_to_history(context, content, source, size))
 
