@@ -9,13 +9,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-import simulated_cluster
 import trio
 from ckptfs_daemon.mount.sets.set_maker import SetMaker
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from ckptfs_daemon.mount.sets.set_review import SetReview
-from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode, track_sets
-from simulated_store import SimulatedEtcd
+from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
+from simulated_mount import NODES, SimulatedMount, list_history, simulate
 
 from ckptfs import limits
 from ckptfs.catalog import contents, history, identity, namespace, pfs_hold, set_members
@@ -24,51 +23,6 @@ from ckptfs.coherence import keys
 from ckptfs.config import RetentionRule
 from ckptfs.model import Tier
 from ckptfs.series import completeness
-
-NODES = 3
-
-
-async def list_history(node: SimulatedNode) -> dict[str, dict[str, int]]:
-    """Return the names and inodes of each set in the history, as another node sees them; hidden sets too."""
-    await node.sharing.refresh_name(1, history.NAME)
-    found: dict[str, dict[str, int]] = {}
-    root = history.find_root(node.db)
-    todo = [("", root)] if root is not None else []
-    while todo:
-        path, directory = todo.pop()
-        await node.sharing.refresh_inode(directory)
-        await node.sharing.refresh_directory(directory)
-        rows = node.db.rows(
-            "SELECT e.name, e.child, i.mode & 61440 = 16384 FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?", directory
-        )
-        for name, child, is_directory in rows:
-            inside = f"{path}/{bytes(name).decode()}"
-            if history.get_set(node.db, child) is not None:
-                await node.sharing.refresh_directory(child)
-                files = node.db.rows("SELECT name, child FROM entry WHERE parent = ?", child)
-                found[inside.strip("/")] = {bytes(name).decode(): inode for name, inode in files}
-            elif is_directory:
-                todo.append((inside, child))
-    return found
-
-
-def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], seed: int, *rules: RetentionRule) -> None:
-    """Run a cluster of nodes that track sets; with rules, on a PFS."""
-
-    async def run(cluster: SimulatedCluster, dice: random.Random) -> simulated_cluster.Costs:
-        cluster.etcd = SimulatedEtcd(cluster.time)
-        cluster.retention = rules
-        async with trio.open_nursery() as nursery:
-            for number in range(1, NODES + 1):
-                track_sets(await cluster.add(nursery, number), nursery)
-            await trio.sleep(SETTLE_S)
-            if rules:
-                await cluster.each(SimulatedNode.visit_root, dice)
-            await act(cluster, dice)
-            nursery.cancel_scope.cancel()
-        return simulated_cluster.Costs(NODES)
-
-    simulated_cluster.run_simulated(NODES, run, seed=seed, with_pfs=bool(rules))
 
 
 def shard(node: SimulatedNode) -> str:
@@ -276,7 +230,9 @@ def test_an_overwrite_while_another_node_makes_the_set(moment: str, monkeypatch:
     """T6, P7: each set has the bytes of its manifest, whenever a program opens a file of it, and however long it writes."""
 
     async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        await save_while(cluster, moment, lambda node: node.overwrite(f"step_2/{shard(node)}", dice.randbytes(1000), 5.0), monkeypatch)
+        await save_while(
+            cluster, moment, lambda node: node.mount.overwrite(f"step_2/{shard(node)}", dice.randbytes(1000), 5.0), monkeypatch
+        )
         for node in cluster.living:
             sets = await list_history(node)
             assert find_torn(node, cluster.living, sets) == []
@@ -387,7 +343,7 @@ def test_a_mount_process_that_starts_after_a_set_was_chosen() -> None:
         assert list_pfs(cluster)["step_2"] == writers - {shard(late)}
         async with trio.open_nursery() as nursery:
             late.tracking = trio.CancelScope()
-            track_sets(late, nursery)
+            SimulatedMount(late, nursery)
             await trio.sleep(IN_TIME_S)
             nursery.cancel_scope.cancel()
         assert list_pfs(cluster) == expect_on_pfs(writers, 2)
@@ -444,7 +400,7 @@ def test_a_claim_ends_with_its_node(does_return: bool) -> None:
         async with trio.open_nursery() as nursery:
             if does_return:
                 victim.tracking = trio.CancelScope()
-                track_sets(victim, nursery)
+                SimulatedMount(victim, nursery)
             await trio.sleep(limits.NODE_LEASE_S + SETTLE_S)
             nursery.cancel_scope.cancel()
         assert sorted(await list_history(writers[0])) == ["step_*/step_1@2", "step_*/step_2@1"]
@@ -461,7 +417,7 @@ def test_a_file_that_leaves_its_set_to_be_written_gets_into_no_other_set_meanwhi
         await trio.sleep(SETTLE_S)
         before = await list_history(other)
         inode = (await writer.stat("step_1.bin")).id
-        async with writer.guard_writer(inode):
+        async with writer.mount.tracker.guard_writer(inode):
             await writer.sharing.refresh_change(keys.list_unread_history(writer.db, inode))
             with writer.db.transaction() as db:
                 copied = contents.insert_reserved_content(db, Tier.RAM)

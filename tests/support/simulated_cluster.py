@@ -14,21 +14,15 @@ import os
 import random
 import resource
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Iterator
-from contextlib import AbstractAsyncContextManager, ExitStack
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import trio
 import trio.testing
-from ckptfs_daemon import ipc
 from ckptfs_daemon.control import cluster_status
-from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.open_files.mover_client import MoverClient
-from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
-from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
-from ckptfs_daemon.mount.sets.set_tracker import SetTracker
 from ckptfs_daemon.mover.lanes import Flow, Lane, Lanes
 from ckptfs_daemon.mover.membership_service import MembershipService, record_node_start
 from clique_world import LocalPeers
@@ -38,12 +32,9 @@ from simulated_store import BACKGROUND, SimulatedEtcd, SimulatedStore, Simulated
 from write_back_world import memory
 
 from ckptfs import limits
-from ckptfs.catalog import contents, copies, history, identity, journal, mover_requests, namespace, set_members
-from ckptfs.catalog.inodes import get
-from ckptfs.cgroups import MemoryLimits
+from ckptfs.catalog import contents, copies, identity, journal, mover_requests
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, register
-from ckptfs.coherence import keys
 from ckptfs.coherence.store_loss import EpochCheckedStore
 from ckptfs.config import Config, RetentionRule
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
@@ -60,10 +51,13 @@ from ckptfs.flow.scan import Scan
 from ckptfs.flow.seal import Seal
 from ckptfs.flow.take_over import TakeOver
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
-from ckptfs.model import ROOT, DataPath, Inode, Tier
+from ckptfs.model import ROOT, Inode, Tier
 from ckptfs.peers.transfer_table import TransferTable
 from ckptfs.series.expiry import build_hold_check
 from ckptfs.tiers.storage import Tiers
+
+if TYPE_CHECKING:
+    from simulated_mount import SimulatedMount
 
 FILES = 2
 """That each node writes in a checkpoint."""
@@ -109,9 +103,10 @@ class SimulatedMover:
         node.host = Host(db, tiers, 0.5, self, self.cluster)
         node.table = TransferTable(node.host)
         self._recover = Recover(db, tiers, config, self)
+        self.seal = Seal(db, tiers, config, self, (Tier.RAM,))
         announce, fetch = AnnounceCopies(db, self.cluster), Fetch(db, tiers, config, self, self.cluster)
         flows: list[tuple[str, Flow]] = [
-            ("seal", Seal(db, tiers, config, self, (Tier.RAM,))), ("reclaim", Reclaim(db, tiers, config, self, (Tier.RAM,))),
+            ("seal", self.seal), ("reclaim", Reclaim(db, tiers, config, self, (Tier.RAM,))),
             ("replicate", Replicate(db, tiers, self, self.cluster)), ("announce", announce), ("repair", Repair(db, self, self.cluster)),
             ("reconcile", Reconcile(db, tiers, self, self.cluster, node.host.reported_unneeded)), ("fetch", fetch),
             ("salvage", Salvage(db, tiers, self, self.cluster)), ("inspect", InspectFile(db, self, self.cluster)), ("host", node.host),
@@ -163,6 +158,7 @@ class SimulatedNode(Station):
     member: Node
     host: Host
     table: TransferTable
+    mount: "SimulatedMount"
 
     def __init__(self, cluster: "SimulatedCluster", number: int) -> None:
         name = f"n{number:05}"
@@ -183,7 +179,6 @@ class SimulatedNode(Station):
         self.replied = trio.Event()
         self.on_sealed: Callable[[], None] = lambda: None
         self.before_change: Callable[[int], Awaitable[None]] = self._change_at_once
-        self.guard_writer: Callable[[int], AbstractAsyncContextManager[None]] = lambda _: contextlib.nullcontext()
         self.tracking = trio.CancelScope()
         self._mover_life = trio.CancelScope()
         self._life = trio.CancelScope()
@@ -212,6 +207,11 @@ class SimulatedNode(Station):
         """kill -9; the supervisor starts the next one at once."""
         self._mover_life.cancel()
 
+    def seal(self) -> None:
+        """Seal what is closed: a peer asks for it."""
+        while self.mover.seal.step():
+            pass
+
     # --- what applications do -----------------------------------------------------------------------------------------
 
     async def ensure_directory(self, path: str) -> None:
@@ -221,9 +221,7 @@ class SimulatedNode(Station):
 
     async def write(self, path: str, data: bytes) -> int:
         """Create, write, close; the content."""
-        return await self._put((await self.make(path)).id, data)
-
-    async def _put(self, inode: int, data: bytes) -> int:
+        inode = (await self.make(path)).id
         with self.db.transaction():
             content = contents.insert_content(self.db, inode, Tier.RAM)
             fd = self.tiers[Tier.RAM].create(content)
@@ -242,14 +240,10 @@ class SimulatedNode(Station):
         await self.before_change((await self.stat(path)).id)
         return await super().unlink(path)
 
-    async def overwrite(self, path: str, data: bytes, open_s: float) -> None:
-        """Open for writing in place, write after a while, close. The store learns of the bytes at the close."""
-        inode = (await self.stat(path)).id
-        async with self.guard_writer(inode):
-            await self.sharing.refresh_change(keys.list_unread_history(self.db, inode))
-            await self._agreed(lambda db: get(db, inode).history and history.separate(db, inode), (), [])
-        await trio.sleep(open_s)
-        await self._put(inode, data)
+    async def rename(self, path: str, new: str, flags: int = 0) -> Inode | None:
+        with contextlib.suppress(FileNotFoundError):
+            await self.before_change((await self.stat(new)).id)
+        return await super().rename(path, new, flags)
 
     async def visit_root(self) -> None:
         """Look for what lies on the PFS already, as the first look-up does."""
@@ -551,34 +545,3 @@ def table(costs: list[Costs]) -> str:
 def breakdown(usage: Usage, nodes: int) -> str:
     """Operations of a node by cause."""
     return ", ".join(f"{cause} {count / nodes:.2f}" for cause, count in usage.operations.most_common() if cause not in BACKGROUND)
-
-
-class _MountWakes:
-    """The mount's end of the wake channel."""
-
-    def __init__(self, node: SimulatedNode) -> None:
-        self._node = node
-
-    def notify(self, message: bytes) -> None:
-        self._node.mover.wake_lanes(message[1:].decode() if message.startswith(ipc.URGENT_REQUEST) else "")
-
-
-def track_sets(node: SimulatedNode, nursery: trio.Nursery) -> SetTracker:
-    """Start the mount's tracker of checkpoint sets on a node."""
-    with node.db.transaction():
-        set_members.delete_own_claims(node.db)
-    wakes: Any = _MountWakes(node)
-    mover_client, open_files = MoverClient(node.db, wakes), OpenFileTable(node.db, node.tiers, None, wakes)
-    context = MountContext(
-        node.config, DataPath.BUFFERED, node.db, node.tiers, wakes, mover_client, open_files, MemoryLimits(), node.sharing
-    )
-    changes = ChangeRunner(context)
-
-    def delete(unlinked: Iterable[int]) -> None:
-        with node.db.transaction():
-            namespace.delete_forgotten(node.db, unlinked)
-
-    tracker = SetTracker(context, changes, MountMemberReader(context, changes), delete)
-    node.on_sealed, node.before_change, node.guard_writer = tracker.wake, tracker.wait_for_set_before_change, tracker.guard_writer
-    nursery.start_soon(node.track, tracker.run, name="checkpoint sets")
-    return tracker
