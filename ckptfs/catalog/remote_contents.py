@@ -163,8 +163,8 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         generation, state, digest, peer, blocks = known
         if state == ContentState.OPEN or generation > remote.generation or (state == ContentState.DOOMED):
             return False
-        if peer:  # It may belong to another file by now: see `history.separate`.
-            db.run("UPDATE content SET inode = ?1 WHERE id = ?2 AND inode <> ?1", remote.inode, remote.content)
+        # It may belong to another file by now: see `history.separate`.
+        db.run("UPDATE content SET inode = ?1 WHERE id = ?2 AND inode <> ?1", remote.inode, remote.content)
         if remote.is_open and (digest is not None or peer):
             if digest is None or remote.generation <= generation + 1:
                 return bool(peer)

@@ -290,7 +290,7 @@ def list_unread_history(db: Database, inode: int) -> list[tuple[int, bytes]]:
 def set_link_count(db: Database, inode: int) -> bool:
     """Set the links of a file to the number of its names. Return True if that changed them."""
     names = list_shared_names(db, inode)
-    changed = "UPDATE inode SET nlink = ?1, history = ?2 WHERE id = ?3 AND mode & 61440 <> 16384 AND nlink <> ?1"
+    changed = "UPDATE inode SET nlink = ?1, history = ?2 WHERE id = ?3 AND mode & 61440 <> 16384 AND (nlink <> ?1 OR history <> ?2)"
     return db.run(changed, len(names), count_in_history(names), inode) > 0
 
 
@@ -320,15 +320,17 @@ def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
 
 
 def _get_inherited_value(db: Database, number: int) -> Value | None:
-    """Return the value of another node's content that is the previous one of a file of this node."""
+    """Return the value of another node's content that this node gave to a file, also as its previous one."""
     row = db.row(
         "SELECT k.inode, k.superseded_mtime_ns, s.value FROM content k JOIN inode i ON i.id = k.inode AND i.nlink > 0"
-        " JOIN cached_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.remote = 1"
-        " AND k.superseded_mtime_ns > 0 AND k.state <> 3",
+        " JOIN cached_key s ON s.kind = 'c' AND s.number = k.id WHERE k.id = ? AND k.remote = 1 AND k.state <> 3",
         number,
     )
     value = None if row is None else decode_value(row[2])
-    return None if row is None or value is None else {**value, "inode": row[0], "former_ns": row[1]}
+    if row is None or value is None or not (row[1] or (row[1] is None and row[0] != value["inode"])):
+        return None
+    former = {} if row[1] is None else {"former_ns": row[1]}
+    return {**{name: held for name, held in value.items() if name != "former_ns"}, "inode": row[0], **former}
 
 
 def _write_name(db: Database, number: int, name: bytes, value: Value | None) -> None:

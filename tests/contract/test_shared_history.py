@@ -13,7 +13,7 @@ from memory_store import MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 from shared_sets import delete_whole_set, keep, read_history, separate
 
-from ckptfs.catalog import contents, history, inodes, peer_copies, retention_state, set_members
+from ckptfs.catalog import contents, handles, history, inodes, peer_copies, retention_state, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
 from ckptfs.catalog.peer_copies import KnownNode
@@ -330,11 +330,7 @@ async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_
     new = await make_closed(b, inode)
     assert not contents.mark_previous_doomed(b.db, inode, new)
     await reconnect(b)
-    for node in (a, b):
-        ((path, kept),) = (await read_history(node)).items()
-        assert (path, kept, inodes.get(node.db, kept).content) == (b"f*/f@1/f1", inode, old)
-        shown = await node.stat("f1")
-        assert (shown.content, shown.nlink, shown.history) == (new, 1, 0)
+    await check_kept(a, b, inode, old, new)
 
 
 @two_nodes
@@ -497,3 +493,45 @@ async def test_a_set_that_an_island_made_goes_if_another_node_writes_a_file_of_i
     await reconnect(b)
     for node in (a, b):
         assert list(await read_history(node)) == ([] if is_alive else [b"f*/f@1/f1"])
+
+
+@pytest.mark.parametrize("knows_set", [True, False])
+@two_nodes
+async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_has_open_at_its_return(a: Node, b: Node, knows_set: bool) -> None:
+    """P7: the return tells others of the new content at once. The names in the history keep the content that the store has."""
+    inode = (await a.make("f1")).id
+    old = await make_closed(a, inode)
+    if knows_set:
+        await keep(a, "f1")
+    await b.stat("f1")
+    b.cut(True)
+    await b.make("other")
+    with b.db.transaction() as db:
+        new = contents.insert_content(db, inode, Tier.RAM)
+        handles.insert(db, inode, new, is_writer=True, backing_id=0, generation=2)
+    if not knows_set:
+        await keep(a, "f1")
+    await reconnect(b)
+    await check_kept(a, b, inode, old, new)
+
+
+@two_nodes
+async def test_a_set_keeps_its_bytes_if_a_node_closes_a_file_later_that_it_had_open_all_the_time(a: Node, b: Node) -> None:
+    """P7: two nodes write one file at once. The set was made of what was closed first."""
+    inode = (await a.make("f1")).id
+    await make_closed(a, inode)
+    await b.stat("f1")
+    old = await make_closed(a, inode)
+    await keep(a, "f1")
+    new = await make_closed(b, inode)
+    await check_kept(a, b, inode, old, new)
+
+
+async def check_kept(a: Node, b: Node, inode: int, old: int, new: int) -> None:
+    for node in (a, b):
+        ((path, kept),) = (await read_history(node)).items()
+        assert (path, inodes.get(node.db, kept).content, inodes.get(node.db, kept).shown_nlink) == (b"f*/f@1/f1", old, 0)
+        shown = await node.stat("f1")
+        assert (shown.id, shown.content, shown.nlink, shown.history) == (inode, new, 1, 0) and kept != inode
+        await node.sharing.refresh_inode(kept)
+        assert node.db.value("SELECT inode FROM content WHERE id = ?", old) == kept

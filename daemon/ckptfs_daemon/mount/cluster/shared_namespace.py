@@ -27,9 +27,9 @@ from ckptfs import limits
 from ckptfs.catalog import handles, identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import locations
-from ckptfs.coherence import chain, commit, conflict, key_state, read, reintegrate, store_loss, unreadable_keys, value_checks
+from ckptfs.coherence import chain, commit, conflict, kept_names, key_state, read, reintegrate, store_loss, unreadable_keys, value_checks
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
-from ckptfs.coherence.keys import INODE, NAME, SharedKey, describe_path
+from ckptfs.coherence.keys import INODE, NAME, SharedKey, Value, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TooManyOperations, TransactionInvalid, posix_error
@@ -414,6 +414,8 @@ class SharedNamespace(LocalNamespace):
             if not transaction.new_values:
                 conflict.record_commit(self.db, transaction, 0, self._recent_deletes)
                 return True
+            if await self._keep_in_history(kept_names.list_replaced(self.db, transaction)):
+                return True
             self._unconfirmed = transaction
             self.counts["commits"] += 1
             reply = await wait_outcome(
@@ -437,6 +439,14 @@ class SharedNamespace(LocalNamespace):
             self._handle_failure(failure)
             return False
         return True
+
+    async def _keep_in_history(self, replaced: Mapping[int, Value]) -> bool:
+        """Let sets keep what a transaction replaces. Return True if the transaction is out of date now."""
+        is_changed = False
+        for inode, known in replaced.items():
+            self._apply(await cluster_recovery.load_values(self._store, kept_names.list_needed_keys(known)))
+            is_changed |= kept_names.separate(self.db, inode, known)
+        return is_changed
 
     def _handle_invalid(self, transaction: commit.StoreTransaction, refusal: TransactionInvalid) -> bool:
         """Find, by halves, the change that the store refuses for ever. It stays here; the others go on.

@@ -1,0 +1,212 @@
+"""Checkpoint sets and islands (T6, P7, P5): nodes do random things to a few files of series, and are cut off from the store at times.
+
+Files are created, replaced, renamed into a series, removed, and opened for writing for a while, also across the return of their node; sets
+are made by the trackers, and removed. Afterwards all nodes show the same tree and the same sets, each set has the bytes of its manifest,
+every file can be read on every node, and no file is gone that nobody removed.
+
+`CKPTFS_SEED=N` plays one more seed, `CKPTFS_SEED=N-M` several.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import random
+import stat
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
+from simulated_mount import list_history, simulate
+
+from ckptfs.catalog import history
+from ckptfs.digest import RunningDigest
+from ckptfs.errors import CkptfsError
+from ckptfs.model import Tier
+
+FILES = ["step_1.bin", "step_2.bin", "step_3.bin", "run_1/a.bin", "run_1/b.bin"]
+ACTS = 14
+PAUSE_S_MAX = 10.0
+OPEN_S_MAX = 30.0
+AWAY_S_MAX = 40.0
+ACT_S_MAX = 400.0
+"""An open waits for a fetch, for a lease and for the store; it ends within this time."""
+
+
+class World:
+    """What happens in one seed, and which names programs removed."""
+
+    def __init__(self, cluster: SimulatedCluster, dice: random.Random) -> None:
+        self.cluster, self.dice = cluster, dice
+        self.removed: set[str] = set()
+        self.count = 0
+
+    def data(self) -> bytes:
+        self.count += 1
+        return b"%08d" % self.count + self.dice.randbytes(self.dice.choice([100, 1000]))
+
+    async def step(self, node: SimulatedNode) -> None:
+        """One thing that an application does; that it fails is nothing strange, but it has to end."""
+        acts: list[Callable[[SimulatedNode], Awaitable[None]]] = [
+            self._create, self._create, self._replace, self._overwrite, self._overwrite, self._overwrite, self._overwrite,
+            self._rename_while_open, self._unlink, self._read, self._remove_set, self._cut, self._cut, self._cut,
+        ]  # fmt: skip
+        with contextlib.suppress(OSError, CkptfsError), trio.fail_after(ACT_S_MAX):
+            await self.dice.choice(acts)(node)
+
+    async def _create(self, node: SimulatedNode, path: str = "") -> None:
+        path = path or self.dice.choice(FILES)
+        if "/" in path:
+            await node.ensure_directory(path.partition("/")[0])
+        await node.write(path, self.data())
+
+    async def _replace(self, node: SimulatedNode) -> None:
+        temporary = f"new_{node.number}_{self.count}"
+        await self._create(node, temporary)
+        await node.rename(temporary, self.dice.choice(FILES))
+
+    async def _overwrite(self, node: SimulatedNode, path: str = "") -> None:
+        flags = os.O_WRONLY | self.dice.choice([0, os.O_TRUNC])
+        await node.mount.overwrite(path or self.dice.choice(FILES), self.data(), self.dice.uniform(0, OPEN_S_MAX), flags)
+
+    async def _rename_while_open(self, node: SimulatedNode) -> None:
+        """A program writes it under another name first."""
+        temporary = f"part_{node.number}_{self.count}"
+        await self._create(node, temporary)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._quietly, self._overwrite, node, temporary)
+            await trio.sleep(self.dice.uniform(0, OPEN_S_MAX / 2))
+            await self._quietly(node.rename, temporary, self.dice.choice(FILES))
+
+    @staticmethod
+    async def _quietly(act: Callable[..., Awaitable[object]], *arguments: object) -> None:
+        with contextlib.suppress(OSError, CkptfsError):
+            await act(*arguments)
+
+    async def _unlink(self, node: SimulatedNode) -> None:
+        path = self.dice.choice(FILES)
+        self.removed.add(path)
+        await node.unlink(path)
+
+    async def _read(self, node: SimulatedNode) -> None:
+        await node.mount.read(self.dice.choice(FILES))
+
+    async def _remove_set(self, node: SimulatedNode) -> None:
+        found = [one.directory for series in history.list_series(node.db) for one in history.list_sets(node.db, series.directory)]
+        if found:
+            await node.mount.tracker._maker.remove(self.dice.choice(found))
+
+    async def _cut(self, node: SimulatedNode) -> None:
+        """Peers may reach it all the same. It may be taken for dead."""
+        if not node.store.reachable:
+            return
+        away_s = self.dice.uniform(1.0, AWAY_S_MAX)
+        node.cut(True)
+        self.cluster.cut |= self.dice.choice([set(), {node.name}])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._work, node, max(2, int(away_s / PAUSE_S_MAX)))
+            await trio.sleep(away_s)
+            self.cluster.cut -= {node.name}
+            node.cut(False)
+
+    async def _work(self, node: SimulatedNode, steps: int) -> None:
+        for _ in range(steps):
+            await trio.sleep(self.dice.uniform(0, PAUSE_S_MAX))
+            await self.step(node)
+
+    async def play(self) -> None:
+        for path in FILES:
+            await self._create(self.dice.choice(self.cluster.living), path)
+        await trio.sleep(PAUSE_S_MAX)
+        async with trio.open_nursery() as nursery:
+            for node in self.cluster.living:
+                nursery.start_soon(self._work, node, ACTS, name="names")
+        await trio.sleep(4 * SETTLE_S)
+
+    # --- what has to hold in the end -----------------------------------------------------------------------------------
+
+    async def check(self) -> list[str]:
+        """Return what is wrong."""
+        nodes = self.cluster.living
+        found = [f"{node.name} is disconnected" for node in nodes if node.sharing.is_disconnected]
+        trees = [await node.tree() for node in nodes]
+        sets = [await list_history(node) for node in nodes]
+        found += [f"the trees differ: {trees}"] * any(tree != trees[0] for tree in trees)
+        found += [f"the sets differ: {sets}"] * any(one != sets[0] for one in sets)
+        found += [f"nobody removed {path}" for path in FILES if path not in self.removed and f"/{path}".encode() not in trees[0]]
+        for node in nodes:
+            for path, (inode, mode, _, _) in trees[0].items():
+                if stat.S_ISREG(mode) and isinstance(await self._load(node, inode), str):
+                    found.append(f"{node.name}: {path.decode()}: {await self._load(node, inode)}")
+            for path, names in sets[0].items():
+                found += [f"{node.name}: {path}/{one}" for one in await self._check_set(node, names)]
+        return found
+
+    async def _check_set(self, node: SimulatedNode, names: dict[str, int]) -> list[str]:
+        if "MANIFEST.json" not in names:
+            return ["no manifest"]
+        manifest = await self._load(node, names["MANIFEST.json"])
+        if isinstance(manifest, str):
+            return [f"manifest: {manifest}"]
+        found = []
+        for one in json.loads(manifest)["files"]:
+            if one["path"] not in names:
+                found.append(f"{one['path']} is missing")
+                continue
+            data = await self._load(node, names[one["path"]])
+            digest = RunningDigest()
+            digest.update(data if isinstance(data, bytes) else b"")
+            if isinstance(data, str) or digest.finish()[0].hex() != one["digest"]:
+                found.append(f"{one['path']}: {data if isinstance(data, str) else data[:8]} inode {names[one['path']]:x}")
+        return found
+
+    async def _load(self, node: SimulatedNode, inode: int) -> bytes | str:
+        try:
+            return await node.mount.read_inode(inode)
+        except (OSError, CkptfsError) as failure:
+            return f"{errno.errorcode[failure.errno or errno.EIO]} {failure}"
+
+
+def list_seeds() -> list[int]:
+    first, _, last = os.environ.get("CKPTFS_SEED", "").partition("-")
+    return [*dict.fromkeys([0, 13, *(range(int(first), int(last or first) + 1) if first else ())])]
+
+
+@pytest.mark.parametrize("seed", list_seeds())
+def test_sets_keep_their_bytes(seed: int) -> None:
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        world = World(cluster, dice)
+        await world.play()
+        assert await world.check() == []
+
+    simulate(act, seed)
+
+
+@pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
+@pytest.mark.parametrize("open_s", [0.0, SETTLE_S])
+def test_an_island_writes_a_file_whose_set_it_has_never_read(flags: int, open_s: float) -> None:
+    """T6, P7: it cannot give away names that only the store knows. The open ends, also if the file is closed after the return only."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        maker, island, other = cluster.nodes[1], cluster.nodes[2], cluster.nodes[3]
+        island.tracking.cancel()
+        await maker.write("step_1.bin", b"former")
+        await trio.sleep(SETTLE_S)
+        assert await island.mount.read("step_1.bin") == b"former"
+        inode = await island.stat("step_1.bin")
+        assert inode.history == 1 and history.list_names(island.db, inode.id) == []
+        island.cut(True)
+        await trio.sleep(SETTLE_S / 4)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(island.mount.overwrite, "step_1.bin", b"newest", open_s, flags)
+            await trio.sleep(SETTLE_S / 4)
+            assert await other.mount.read("step_1.bin") == b"former"
+            assert len([*island.tiers[Tier.RAM].contents()]) <= 4, "the content is not copied again and again"
+            island.cut(False)
+        await trio.sleep(SETTLE_S)
+        assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES[1:]]
+        assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
+        assert "step_*.bin/step_1.bin@1" in await list_history(other)
+
+    simulate(act, 1)
