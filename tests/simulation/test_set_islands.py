@@ -20,7 +20,7 @@ import trio
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
 from simulated_mount import list_history, simulate
 
-from ckptfs.catalog import history
+from ckptfs.catalog import history, inodes
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError
 from ckptfs.model import Tier
@@ -208,5 +208,30 @@ def test_an_island_writes_a_file_whose_set_it_has_never_read(flags: int, open_s:
         assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES[1:]]
         assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
         assert "step_*.bin/step_1.bin@1" in await list_history(other)
+
+    simulate(act, 1)
+
+
+def test_an_island_that_has_read_a_set_and_not_its_file_keeps_the_bytes_of_the_set() -> None:
+    """P7: the inode does not count the name yet. The island leads it to the bytes of the set before the return, too."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        maker, island = cluster.nodes[1], cluster.nodes[2]
+        island.tracking.cancel()
+        await maker.write("step_1.bin", b"former")
+        assert await island.mount.read("step_1.bin") == b"former"
+        await trio.sleep(SETTLE_S)
+        await list_history(island)
+        inode = island.db.value("SELECT child FROM entry WHERE parent = 1 AND name = ?", b"step_1.bin")
+        assert inodes.get(island.db, inode).history == 0 and len(history.list_names(island.db, inode)) == 1
+        island.cut(True)
+        await trio.sleep(SETTLE_S / 4)
+        await island.mount.overwrite("step_1.bin", b"newest", 0.0)
+        ((_, names),) = (await list_history(island)).items()
+        assert await island.mount.read_inode(names["step_1.bin"]) == b"former"
+        island.cut(False)
+        await trio.sleep(SETTLE_S)
+        assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES[1:]]
+        assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
 
     simulate(act, 1)

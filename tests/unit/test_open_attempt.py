@@ -210,7 +210,7 @@ class Mover:
 def test_what_is_lost_here_is_looked_for_elsewhere_once(opener: Opener, code: int, comes: bool, ends: int) -> None:
     """P9: on the node that wrote it too; and whoever opens it gets an answer."""
     mover = Mover(opener, code, comes=comes)
-    opener.context.shared_namespace, opener.context.mover_client = SimpleNamespace(is_shared=True), mover
+    opener.context.shared_namespace, opener.context.mover_client = SimpleNamespace(is_shared=True, is_disconnected=False), mover
     contents.set_state(opener.node.db, opener.content, ContentState.LOST)
 
     async def scenario() -> int:

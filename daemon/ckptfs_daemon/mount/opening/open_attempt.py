@@ -19,7 +19,7 @@ import time
 import trio
 
 from ckptfs import disk, lifecycle, limits
-from ckptfs.catalog import contents, copies, handles, inodes, mover_requests, namespace
+from ckptfs.catalog import contents, copies, handles, history, inodes, mover_requests, namespace
 from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.flow import open_decision
@@ -130,7 +130,9 @@ class OpenAttempt:
             raise posix_error(errno.EINVAL)
         if held.has_newer_generation and in_cluster and trio.current_time() < self._announce_deadline_s:
             raise MustWait(self._wait_and_refresh)
-        self.separates = bool(held.inode.history) and self._open_request.is_writer
+        # An island may have read a name in the history, and not yet the inode that counts it.
+        is_kept = held.inode.history or (self._context.shared_namespace.is_disconnected and history.list_names(self._db, held.inode.id))
+        self.separates = bool(is_kept) and self._open_request.is_writer
         if self.separates:
             return separation.separate_for_writer(
                 self._context, held, truncates=self._open_request.truncates, request_fetch=self._request_fetch, tries=self._separation_tries

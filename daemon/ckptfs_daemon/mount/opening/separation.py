@@ -141,7 +141,7 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
             readers = await _switch_readers(context, content.inode, target, copied)
             with context.open_files.change() as db:
                 if contents.is_current(db, content.inode, content.id) and contents.is_unchanged(db, content):
-                    is_separated = bool(inodes.get(db, content.inode).history and history.separate(db, content.inode, copied))
+                    is_separated = bool(history.list_names(db, content.inode) and history.separate(db, content.inode, copied))
             if is_separated:
                 context.open_files.follow_history(content.inode)
                 for file in readers:
