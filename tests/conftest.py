@@ -1,5 +1,5 @@
-"""Fixtures that offer a real mount: `mount` (shared, on both data paths), `fresh_mount` (a new one for each test), `make_daemon`; and
-`etcd`, a server of the test's own.
+"""Fixtures that offer a real mount: `mount` (shared, on both data paths), `share_daemon` (shared by the tests of a module that want the
+same options), `fresh_mount` (a new one for each test), `make_daemon`; and `etcd`, a server of the test's own.
 
 A test fails when the daemon's log holds a WARNING, ERROR or Traceback line that it did not announce with `expect_warning`.
 With CKPTFS_IN_CLUSTER=1 every one of these daemons is a node of a cluster of its own: the tests of one node hold there, too.
@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import resource
+import shutil
 import signal
 import stat
 from collections.abc import Callable, Iterator
@@ -127,16 +128,55 @@ def shared_daemon(data_path: str, request: pytest.FixtureRequest) -> DaemonUnder
     return daemon
 
 
+@contextlib.contextmanager
+def _lend(daemon: DaemonUnderTest, request: pytest.FixtureRequest) -> Iterator[Area]:
+    """A directory of the test's own in a mount of many tests."""
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", request.node.name)[:100]
+    taken = sum(1 for found in os.listdir(daemon.path) if found.startswith(name))
+    known = set(daemon.complaints())
+    request.node.stash[DAEMONS] = [daemon]
+    with deadline(daemon, TEST_S):
+        yield Area(daemon, f"{name}-{taken}")
+    assert [line for line in daemon.complaints() if line not in known] == []
+
+
 @pytest.fixture
 def mount(shared_daemon: DaemonUnderTest, request: pytest.FixtureRequest) -> Iterator[Area]:
     """A directory of the test's own in the shared mount. Do not kill or reconfigure this daemon: take `fresh_mount` for that."""
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", request.node.name)[:100]
-    taken = sum(1 for found in os.listdir(shared_daemon.path) if found.startswith(name))
-    known = set(shared_daemon.complaints())
-    request.node.stash[DAEMONS] = [shared_daemon]
-    with deadline(shared_daemon, TEST_S):
-        yield Area(shared_daemon, f"{name}-{taken}")
-    assert [line for line in shared_daemon.complaints() if line not in known] == []
+    with _lend(shared_daemon, request) as area:
+        yield area
+
+
+@pytest.fixture(scope="module")
+def daemons_of_module() -> Iterator[dict[Any, DaemonUnderTest]]:
+    """Those that `share_daemon` has started."""
+    started: dict[Any, DaemonUnderTest] = {}
+    yield started
+    for daemon in started.values():
+        daemon.close()
+
+
+@pytest.fixture
+def share_daemon(
+    daemons_of_module: dict[Any, DaemonUnderTest], clustered: Callable[[], dict[str, str]], request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Area]]:
+    """Lends a directory on a daemon that tests of the module share which want the same options.
+
+    The directory is deleted afterwards. Sizes of its files may be prepared for those of the next test: `prepared="0"` prevents that.
+    """
+    if reason := _usable():
+        pytest.skip(f"NO MOUNT TESTS HERE: {reason}")
+    with contextlib.ExitStack() as lent:
+
+        def share(data_path: str, **options: Any) -> Area:
+            wanted = (data_path, *sorted(options.items()))
+            if wanted not in daemons_of_module:
+                daemons_of_module[wanted] = _started(DaemonUnderTest(data_path, **{**clustered(), **options}))
+            area = lent.enter_context(_lend(daemons_of_module[wanted], request))
+            lent.callback(shutil.rmtree, area.path)
+            return area
+
+        yield share
 
 
 @pytest.fixture

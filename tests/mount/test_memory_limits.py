@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import Area, DaemonUnderTest, eventually
 from memory_group import MemoryGroup, memory_group
 
 from ckptfs import limits
@@ -68,14 +68,14 @@ def group() -> Iterator[MemoryGroup]:
 
 
 @pytest.fixture(params=["ram", "nvme"])
-def node(request: pytest.FixtureRequest, data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
-    """A node without and with NVMe; its PFS plays no part."""
-    return make_daemon(data_path, pfs=None, **({"nvme": None} if request.param == "ram" else {}))
+def node(request: pytest.FixtureRequest, data_path: str, share_daemon: Callable[..., Area]) -> Area:
+    """A node without and with NVMe, which prepares no memory."""
+    return share_daemon(data_path, pfs=None, prepared="0", **({"nvme": None} if request.param == "ram" else {}))
 
 
 @pytest.fixture
-def ram_node(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
-    return make_daemon(data_path, pfs=None, nvme=None)
+def ram_node(data_path: str, share_daemon: Callable[..., Area]) -> Area:
+    return share_daemon(data_path, pfs=None, prepared="0", nvme=None)
 
 
 def pattern(size: int) -> bytes:
@@ -83,7 +83,7 @@ def pattern(size: int) -> bytes:
 
 
 @pytest.mark.parametrize("piece", [4096, 4 * limits.MIB])
-def test_a_write_of_four_times_the_limit_is_survived(node: DaemonUnderTest, group: MemoryGroup, piece: int) -> None:
+def test_a_write_of_four_times_the_limit_is_survived(node: Area, group: MemoryGroup, piece: int) -> None:
     size = FILE_BYTES if piece > 4096 else FILE_BYTES // 2
     group.run(WRITE, node.path / "big", str(CREATE), str(size), str(piece))
     with open(node.path / "big", "rb") as file:
@@ -91,25 +91,31 @@ def test_a_write_of_four_times_the_limit_is_survived(node: DaemonUnderTest, grou
         assert os.fstat(file.fileno()).st_size == size
 
 
-def test_many_small_files_are_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_many_small_files_are_survived(node: Area, group: MemoryGroup) -> None:
     """Each would fit, all together do not: in RAM they stay charged after their close."""
-    code = "import sys\nfor number in range(1200):\n    open(f'{sys.argv[1]}/{number}', 'wb').write(bytes(65536))"
+    code = """
+import sys
+for number in range(300):
+    with open(f"{sys.argv[1]}/{number}", "wb", 0) as file:
+        for _ in range(4):
+            file.write(bytes(65536))
+"""
     group.run(code, node.path)
-    assert len(os.listdir(node.path)) >= 1200
+    assert len(os.listdir(node.path)) == 300
 
 
-def test_what_was_written_is_not_charged_to_the_program_for_long(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_what_was_written_is_not_charged_to_the_program_for_long(ram_node: Area, group: MemoryGroup) -> None:
     """A job that has room when it saves is not killed when it grows afterwards."""
     group.run(WRITE, ram_node.path / "a", str(CREATE), str(LIMIT_BYTES // 2), str(limits.MIB))
     group.run("held = bytearray(b'x') * int(__import__('sys').argv[1])", str(LIMIT_BYTES - SLACK_BYTES))
 
 
-def test_a_limit_of_an_ancestor_counts(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_a_limit_of_an_ancestor_counts(ram_node: Area, group: MemoryGroup) -> None:
     group.make_child(None).run(WRITE, ram_node.path / "a", str(CREATE), str(FILE_BYTES), str(limits.MIB))
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY | os.O_APPEND, os.O_RDWR], ids=["append", "r+"])
-def test_a_file_in_ram_that_somebody_else_wrote_can_be_written_on(ram_node: DaemonUnderTest, group: MemoryGroup, flags: int) -> None:
+def test_a_file_in_ram_that_somebody_else_wrote_can_be_written_on(ram_node: Area, group: MemoryGroup, flags: int) -> None:
     path = ram_node.path / "log"
     path.write_bytes(b"begun")
     ram_node.settle()
@@ -118,7 +124,7 @@ def test_a_file_in_ram_that_somebody_else_wrote_can_be_written_on(ram_node: Daem
 
 
 @pytest.mark.parametrize("mode", ["rb", "r+b"])
-def test_a_file_that_an_unlimited_program_has_open_can_be_written(ram_node: DaemonUnderTest, group: MemoryGroup, mode: str) -> None:
+def test_a_file_that_an_unlimited_program_has_open_can_be_written(ram_node: Area, group: MemoryGroup, mode: str) -> None:
     """The open handle keeps its way; the program below the limit gets another one beside it."""
     path = ram_node.path / "shared"
     path.write_bytes(b"a" * 4096)
@@ -128,7 +134,7 @@ def test_a_file_that_an_unlimited_program_has_open_can_be_written(ram_node: Daem
     assert path.read_bytes()[-256:] == pattern(256)
 
 
-def test_an_unlimited_program_can_write_beside_a_limited_one(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_an_unlimited_program_can_write_beside_a_limited_one(ram_node: Area, group: MemoryGroup) -> None:
     path = ram_node.path / "shared"
     with group.holding(path, os.O_WRONLY | os.O_CREAT) as write_mib:
         with open(path, "r+b") as other:
@@ -139,12 +145,12 @@ def test_an_unlimited_program_can_write_beside_a_limited_one(ram_node: DaemonUnd
     assert data[: 96 * limits.MIB] == b"w" * (96 * limits.MIB) and data.endswith(b"end")
 
 
-def test_a_mapping_is_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_a_mapping_is_survived(node: Area, group: MemoryGroup) -> None:
     group.run(MAP, node.path / "mapped", str(FILE_BYTES))
     assert (node.path / "mapped").read_bytes() == b"m" * FILE_BYTES
 
 
-def test_a_mapping_of_holes_is_survived_by_a_reader(node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_a_mapping_of_holes_is_survived_by_a_reader(node: Area, group: MemoryGroup) -> None:
     """A tmpfs adds a page wherever a mapping is touched, be it only to read."""
     path = node.path / "sparse"
     with open(path, "wb") as file:
@@ -155,12 +161,12 @@ def test_a_mapping_of_holes_is_survived_by_a_reader(node: DaemonUnderTest, group
     group.run(MAP_TO_READ, path)
 
 
-def test_fallocate_is_survived(node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_fallocate_is_survived(node: Area, group: MemoryGroup) -> None:
     group.run(FALLOCATE, node.path / "allocated", str(FILE_BYTES))
     assert (node.path / "allocated").read_bytes() == b"f" * FILE_BYTES
 
 
-def test_a_limited_program_survives_a_death_of_the_mount_process(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_a_limited_program_survives_a_death_of_the_mount_process(ram_node: Area, group: MemoryGroup) -> None:
     """M1, P8: its open file goes on by the same way."""
     path = ram_node.path / "long"
     with group.holding(path, CREATE) as write_mib:
@@ -170,7 +176,7 @@ def test_a_limited_program_survives_a_death_of_the_mount_process(ram_node: Daemo
     assert path.stat().st_size == 128 * limits.MIB
 
 
-def test_writers_of_both_kinds_at_once(node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_writers_of_both_kinds_at_once(node: Area, group: MemoryGroup) -> None:
     """The way is chosen for each writer, not for the mount."""
     arguments = str(CREATE), str(FILE_BYTES // 2), str(limits.MIB)
     with ThreadPoolExecutor(2) as threads:
@@ -199,14 +205,15 @@ os.write(first, b"1" * 4096)
 """
 
 
-def test_handles_with_one_place_in_the_shim_keep_their_bytes_apart(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
-    """P2, P7: the shim has 4096 places for writers, and handles are numbered in turn."""
+@pytest.mark.parametrize("data_path", ["passthrough"])
+def test_handles_with_one_place_in_the_shim_keep_their_bytes_apart(ram_node: Area, group: MemoryGroup) -> None:
+    """P2, P7: the shim has 4096 places for writers, and handles are numbered in turn. On both data paths it serves this program."""
     group.run(SAME_PLACE, ram_node.path)
     assert (ram_node.path / "first").read_bytes() == b"1" * 4096 * 10
     assert (ram_node.path / "second").read_bytes() == b"2" * 4096 * 8
 
 
-def test_writes_of_each_size_arrive(ram_node: DaemonUnderTest, group: MemoryGroup) -> None:
+def test_writes_of_each_size_arrive(ram_node: Area, group: MemoryGroup) -> None:
     """P2: those up to 128 KiB are served by the shim."""
     code = "import sys\nwith open(sys.argv[1], 'wb', 0) as file:\n    for n in range(9):\n        file.write(bytes([n]) * int(sys.argv[2]))"
     for size in (1, 4096, 128 * 1024, 128 * 1024 + 1):
@@ -217,13 +224,13 @@ def test_writes_of_each_size_arrive(ram_node: DaemonUnderTest, group: MemoryGrou
 # --- what is said (M2) ------------------------------------------------------------------------------------------------
 
 
-def ways(node: DaemonUnderTest) -> list[tuple[str, str, str, int]]:
+def ways(node: Area) -> list[tuple[str, str, str, int]]:
     """(way, tier, reason, count) of the open handles, as `ckptfs status` reports them."""
     status: Any = json.loads(node.command("status", "--json", node.path).stdout)
     return [(row["way"], row["tier"], row["reason"], row["count"]) for row in status["handles"]]
 
 
-def test_status_counts_handles_by_way_and_says_why(node: DaemonUnderTest, data_path: str, group: MemoryGroup) -> None:
+def test_status_counts_handles_by_way_and_says_why(node: Area, data_path: str, group: MemoryGroup) -> None:
     """M2."""
     has_nvme = node.options["nvme"] is not None
     limited = "the program is below a memory limit"
@@ -241,7 +248,8 @@ def test_status_counts_handles_by_way_and_says_why(node: DaemonUnderTest, data_p
     eventually(lambda: ways(node) == [], what="no handle is open")
 
 
-def test_df_and_status_say_what_the_service_needs(ram_node: DaemonUnderTest) -> None:
+@pytest.mark.parametrize("data_path", ["passthrough"])
+def test_df_and_status_say_what_the_service_needs(ram_node: Area) -> None:
     """M2: ram=3G and the processes."""
     for command in ("df", "status"):
         found: Any = json.loads(ram_node.command(command, "--json", ram_node.path).stdout)
@@ -253,9 +261,9 @@ def test_df_and_status_say_what_the_service_needs(ram_node: DaemonUnderTest) -> 
     assert fit["checkpoint"]["factor"] == 2
 
 
-def test_doctor_calls_a_limit_on_the_service_below_ram_bad(ram_node: DaemonUnderTest) -> None:
+def test_doctor_calls_a_limit_on_the_service_below_ram_bad(make_daemon: Callable[..., DaemonUnderTest]) -> None:
     """M2: that limit kills the daemon."""
-    node = ram_node
+    node = make_daemon(pfs=None, nvme=None)
     with memory_group(2 * limits.GIB) as small:
         for role in ("mount", "mover"):
             (small.directory / "cgroup.procs").write_text(str(node.pid(role)))
