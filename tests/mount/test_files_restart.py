@@ -8,27 +8,33 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually
+from daemon_under_test import Area, eventually
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse, pytest.mark.crash]
 
 
-def test_open_files_go_on_after_the_mount_process_was_killed(fresh_mount: DaemonUnderTest) -> None:
-    (fresh_mount.path / "read").write_bytes(b"r" * 100_000)
-    fresh_mount.settle()
-    reading = os.open(fresh_mount.path / "read", os.O_RDONLY)
-    both = os.open(fresh_mount.path / "both", os.O_RDWR | os.O_CREAT)
-    log = os.open(fresh_mount.path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    unlinked = os.open(fresh_mount.path / "gone", os.O_RDWR | os.O_CREAT)
+@pytest.fixture
+def daemon(data_path: str, share_daemon: Callable[..., Area]) -> Area:
+    return share_daemon(data_path)
+
+
+def test_open_files_go_on_after_the_mount_process_was_killed(daemon: Area) -> None:
+    (daemon.path / "read").write_bytes(b"r" * 100_000)
+    daemon.settle()
+    reading = os.open(daemon.path / "read", os.O_RDONLY)
+    both = os.open(daemon.path / "both", os.O_RDWR | os.O_CREAT)
+    log = os.open(daemon.path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    unlinked = os.open(daemon.path / "gone", os.O_RDWR | os.O_CREAT)
     os.write(unlinked, b"unlinked")
-    os.unlink(fresh_mount.path / "gone")
+    os.unlink(daemon.path / "gone")
     os.pwrite(both, b"x" * 8192, 0)
     with mmap.mmap(both, 8192) as mapping:
         for number in range(3):
             os.write(log, b"line %d\n" % number)
-            fresh_mount.kill("mount", wait=number == 1)
+            daemon.kill("mount", wait=number == 1)
             os.pwrite(both, b"%d" % number, number)
             assert os.pread(both, 5, 0) == b"012"[: number + 1] + b"x" * (4 - number)
             assert os.fstat(both).st_size == 8192
@@ -41,26 +47,26 @@ def test_open_files_go_on_after_the_mount_process_was_killed(fresh_mount: Daemon
     os.ftruncate(both, 4096)
     for fd in (reading, both, log, unlinked):
         os.close(fd)
-    assert (fresh_mount.path / "log").read_bytes() == b"line 0\nline 1\nline 2\n"
-    assert (fresh_mount.path / "both").stat().st_size == 4096
-    fresh_mount.settle()
-    assert (fresh_mount.pfs / "log").read_bytes() == b"line 0\nline 1\nline 2\n"
-    assert fresh_mount.catalog("SELECT count(*) FROM handle") == [(0,)]
+    assert (daemon.path / "log").read_bytes() == b"line 0\nline 1\nline 2\n"
+    assert (daemon.path / "both").stat().st_size == 4096
+    daemon.settle()
+    assert (daemon.pfs / "log").read_bytes() == b"line 0\nline 1\nline 2\n"
+    assert daemon.catalog("SELECT count(*) FROM handle") == [(0,)]
 
 
-def test_a_file_that_is_closed_while_nobody_serves_is_sealed_all_the_same(fresh_mount: DaemonUnderTest) -> None:
-    files = [os.open(fresh_mount.path / f"file{number}", os.O_WRONLY | os.O_CREAT) for number in range(30)]
+def test_a_file_that_is_closed_while_nobody_serves_is_sealed_all_the_same(daemon: Area) -> None:
+    files = [os.open(daemon.path / f"file{number}", os.O_WRONLY | os.O_CREAT) for number in range(30)]
     for fd in files:
         os.write(fd, b"data")
-    fresh_mount.kill("mount", wait=False)
+    daemon.kill("mount", wait=False)
     for fd in files:
         os.close(fd)
-    fresh_mount.settle()
-    assert fresh_mount.catalog("SELECT count(*) FROM handle") == [(0,)]
-    assert sorted(path.read_bytes() for path in fresh_mount.pfs.glob("file*")) == [b"data"] * 30
+    daemon.settle()
+    assert daemon.catalog("SELECT count(*) FROM handle") == [(0,)]
+    assert sorted(path.read_bytes() for path in daemon.pfs.glob("file*")) == [b"data"] * 30
 
 
-def test_creates_under_fire_happen_exactly_once(fresh_mount: DaemonUnderTest) -> None:
+def test_creates_under_fire_happen_exactly_once(daemon: Area) -> None:
     """O_EXCL: a create that was made and not answered must not fail with EEXIST when it is sent again."""
     done = threading.Event()
 
@@ -68,26 +74,26 @@ def test_creates_under_fire_happen_exactly_once(fresh_mount: DaemonUnderTest) ->
         for _ in range(8):
             if done.wait(0.4):
                 return
-            pid = fresh_mount.pid("mount")
+            pid = daemon.pid("mount")
             with contextlib.suppress(ProcessLookupError):  # The last one may not be replaced yet.
                 os.kill(pid, signal.SIGKILL)
 
-    fresh_mount.expect_warning("mount")
+    daemon.expect_warning("mount")
     shooter = threading.Thread(target=fire)
     shooter.start()
     number = 0
     try:
         while shooter.is_alive():
-            fd = os.open(fresh_mount.path / f"f{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            fd = os.open(daemon.path / f"f{number}", os.O_WRONLY | os.O_CREAT | os.O_EXCL)
             os.write(fd, b"%d" % number)
             os.close(fd)
             number += 1
     finally:
         done.set()
         shooter.join()
-    assert {path.name: path.read_bytes() for path in fresh_mount.path.iterdir()} == {f"f{n}": b"%d" % n for n in range(number)}
-    fresh_mount.settle()
-    assert {path.name: path.read_bytes() for path in fresh_mount.pfs.glob("f*")} == {f"f{n}": b"%d" % n for n in range(number)}
+    assert {path.name: path.read_bytes() for path in daemon.path.iterdir()} == {f"f{n}": b"%d" % n for n in range(number)}
+    daemon.settle()
+    assert {path.name: path.read_bytes() for path in daemon.pfs.glob("f*")} == {f"f{n}": b"%d" % n for n in range(number)}
 
 
 LOCKER = """
@@ -107,8 +113,8 @@ else:
 
 
 @pytest.mark.parametrize("kind", ["flock", "fcntl"])
-def test_locks_hold_between_processes_and_across_a_restart(fresh_mount: DaemonUnderTest, kind: str) -> None:
-    path = fresh_mount.path / "file"
+def test_locks_hold_between_processes_and_across_a_restart(daemon: Area, kind: str) -> None:
+    path = daemon.path / "file"
     path.write_bytes(b"x" * 100)
 
     def others_see() -> str:
@@ -122,6 +128,6 @@ def test_locks_hold_between_processes_and_across_a_restart(fresh_mount: DaemonUn
         else:
             fcntl.lockf(file, fcntl.LOCK_EX, 20, 0)
         assert others_see() == "locked"
-        fresh_mount.kill("mount")
+        daemon.kill("mount")
         assert others_see() == "locked"
     eventually(lambda: others_see() == "free", 30)

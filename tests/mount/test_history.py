@@ -132,10 +132,10 @@ def test_names_of_unfinished_sets_are_hidden(mount: Area) -> None:
 
 @pytest.mark.crash
 @pytest.mark.parametrize("data_path", ["passthrough", "buffered"])
-def test_an_open_file_outlives_the_mount_process(make_daemon: Callable[..., DaemonUnderTest], data_path: str) -> None:
+def test_an_open_file_outlives_the_mount_process(share_daemon: Callable[..., Area], data_path: str) -> None:
     """P8: beside the application's own open file, and of a set whose files the application has deleted."""
-    daemon = make_daemon(data_path)
-    area = Area(daemon, "run")
+    area = share_daemon(data_path)
+    daemon = area.daemon
     shared, alone = save(area), save(area, "two")
     kept = [make_set(daemon, shared, "one"), make_set(daemon, alone, "two")]
     subprocess.run(["rm", "-rf", alone], check=True, timeout=60)
@@ -290,10 +290,10 @@ def test_readers_of_the_history_keep_the_bytes(mount: Area, how: str) -> None:
 
 @pytest.mark.crash
 @pytest.mark.parametrize("data_path", ["passthrough", "buffered"])
-def test_readers_of_a_written_file_outlive_the_mount_process(make_daemon: Callable[..., DaemonUnderTest], data_path: str) -> None:
+def test_readers_of_a_written_file_outlive_the_mount_process(share_daemon: Callable[..., Area], data_path: str) -> None:
     """P8, T6: the row of a handle follows the name in the history."""
-    daemon = make_daemon(data_path)
-    member = save(Area(daemon, "run"))
+    area = share_daemon(data_path)
+    daemon, member = area.daemon, save(area)
     kept = make_set(daemon, member, "one")
     with open(kept / "a", "rb", buffering=0) as reader, open(kept / ".metadata", "rb", buffering=0) as truncated:
         with open(member / "a", "r+b") as writer:
@@ -318,11 +318,11 @@ def overwrite(path: str) -> bool:
     return True
 
 
-def test_a_descriptor_from_before(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+def test_a_descriptor_from_before(share_daemon: Callable[..., Area]) -> None:
     """P7: it must not change what the kernel itself reads for others. The last resort is an error."""
-    daemon = make_daemon("passthrough")
-    member = save(Area(daemon, "run"))
-    kept = make_set(daemon, member, "one")
+    area = share_daemon("passthrough")
+    member = save(area)
+    kept = make_set(area.daemon, member, "one")
     there = os.open(member / "a", os.O_PATH)
     try:
         (member / "a").unlink()
