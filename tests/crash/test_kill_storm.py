@@ -16,7 +16,7 @@ PAUSE_S = {"mount": 0.6, "mover": 1.5}
 pytestmark = [pytest.mark.crash, pytest.mark.timeout(300 + 15 * KILLS)]
 
 
-@pytest.mark.parametrize("role", ["mount", "mover"])
+@pytest.mark.parametrize(("data_path", "role"), [("passthrough", "mount"), ("buffered", "mount"), ("passthrough", "mover")])
 def test_killed_again_and_again_under_load(fresh_mount: DaemonUnderTest, role: str) -> None:
     """P8, P7, P6."""
     storm(fresh_mount, role)

@@ -187,6 +187,7 @@ def test_what_a_killed_supervisor_left_is_taken_over(fresh_mount: DaemonUnderTes
     assert [entry.mountpoint for entry in procfs.list_mount_entries()].count(daemon.path) == 1
 
 
+@pytest.mark.parametrize("data_path", ["auto"])
 def test_an_unmount_of_what_a_killed_supervisor_left_says_how_to_go_on(fresh_mount: DaemonUnderTest) -> None:
     """P11: what was not written back yet is still there."""
     (fresh_mount.path / "closed").write_bytes(b"kept" * 1000)
@@ -208,6 +209,7 @@ def test_a_dead_mount_is_taken_over_on_an_old_kernel(make_daemon: Callable[..., 
     assert (daemon.path / "closed").read_bytes() == b"kept" * 1000
 
 
+@pytest.mark.parametrize("data_path", ["auto"])
 def test_a_mount_made_by_a_living_daemon_is_not_taken_over(
     fresh_mount: DaemonUnderTest, make_daemon: Callable[..., DaemonUnderTest]
 ) -> None:

@@ -83,7 +83,7 @@ def hanging(make_daemon: Make, data_path: str, silent: SilentPfs) -> DaemonUnder
     return daemon
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda number: number.name)
+@pytest.mark.parametrize(("data_path", "number"), [("passthrough", signal.SIGKILL), ("buffered", signal.SIGTERM)])
 def test_a_fatal_signal_ends_an_open(hanging: DaemonUnderTest, silent: SilentPfs, number: signal.Signals) -> None:
     """The next reader gets the file when the PFS answers again."""
     reader = begin("cat", hanging.path / "there", daemon=hanging, kind="fetch")

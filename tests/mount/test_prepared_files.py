@@ -73,6 +73,7 @@ def test_status_df_and_statfs_show_it(make_daemon: Make) -> None:
     assert "prepared" in daemon.command("df", daemon.path).stdout
 
 
+@pytest.mark.parametrize("data_path", ["passthrough"])
 def test_each_rank_gets_its_own_size(daemon: DaemonUnderTest) -> None:
     """T5: the place in the set counts. The second set finds a file for each of its own."""
     for rank in range(3):
@@ -175,7 +176,7 @@ def test_direct_io_and_truncation_at_open(daemon: DaemonUnderTest) -> None:
     assert (daemon.pfs / "step_2.pt").read_bytes() == b"anew"
 
 
-@pytest.mark.parametrize("seed", [11, 12])
+@pytest.mark.parametrize(("data_path", "seed"), [("passthrough", 11), ("buffered", 12)])
 def test_random_acts_on_a_prepared_file(daemon: DaemonUnderTest, seed: int) -> None:
     """P2: 600 random reads, writes, truncations, holes and mappings, against a model."""
     write_member(daemon, "step_1.pt")
@@ -212,7 +213,7 @@ def test_room_that_is_needed_is_given_back(data_path: str, make_daemon: Make) ->
 
 
 @pytest.mark.crash
-@pytest.mark.parametrize("role", ["mount", "mover"])
+@pytest.mark.parametrize(("data_path", "role"), [("passthrough", "mount"), ("buffered", "mount"), ("passthrough", "mover")])
 def test_the_death_of_a_process_loses_nothing(daemon: DaemonUnderTest, role: str) -> None:
     """P8: what was prepared is found again, and so are the sizes."""
     write_member(daemon, "step_1.pt")
