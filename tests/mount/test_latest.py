@@ -63,29 +63,6 @@ def test_the_newest_that_is_complete(mount: Area) -> None:
     assert found["level"] in ("local", "pfs")
 
 
-def test_files_are_members_too(mount: Area) -> None:
-    """T5."""
-    for number in (8, 9, 10):
-        (mount.path / f"ckpt_{number}.pt").write_bytes(b"x" * number)
-    (mount.path / "ckpt_11.pt.tmp").write_bytes(b"half")
-    mount.settle()
-    assert newest(mount, mount.path) == newest(mount, mount.path / "ckpt_8.pt") == str(mount.path / "ckpt_10.pt")
-
-
-def test_an_epoch_decides_before_the_steps_within_it(mount: Area) -> None:
-    """N2: in place and in the history. What is shown as the step stays that."""
-    names = ["epoch_1_iter_900.pt", "epoch_2_iter_200.pt"]
-    for name in names:
-        write_archive(mount.path / name)
-        wait_for_set(mount, "", "epoch_*_iter_*.pt", name)
-    assert newest(mount, mount.path) == str(mount.path / names[1])
-    assert json.loads(mount.command("latest", mount.path, "--json").stdout)["number"] == 200
-    rows = json.loads(mount.command("list", mount.path / "epoch_*_iter_*.pt", "--json").stdout)
-    assert [(one["set"].partition("@")[0], one["step"]) for one in rows] == [(names[1], 200), (names[0], 900)]
-    (mount.path / names[1]).unlink()
-    assert newest(mount, mount.path).endswith(f"/epoch_*_iter_*.pt/{names[1]}@2/{names[1]}")
-
-
 def test_a_directory_is_searched_inside(mount: Area) -> None:
     """N2: never beside it, whatever its own name is: exp2 is another experiment."""
     for name in ("exp1/step_1", "exp1/step_2", "iter_1/step_1", "exp2", "step_7", "rep1", "rep2"):
