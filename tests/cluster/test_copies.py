@@ -1,14 +1,18 @@
 """P9, D16, N1: copies on other nodes, and what is left when nodes die, with all that they had."""
 
 import concurrent.futures
+import errno
 import itertools
 import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ckptfs_client.lab import nodes
+from ckptfs_client.lab.layout import LabNode
 from cluster_lab import ClusterUnderTest, level, limited, wait_for
 from daemon_under_test import eventually
 
@@ -148,3 +152,33 @@ def test_a_newer_content_that_dies_with_its_node_does_not_take_the_former_one_al
         memory[0].start()
         assert (home / "file").read_bytes() == former
         wait_for(memory[0].path, "clique")
+
+
+def test_a_node_with_a_read_only_mount_counts_for_nothing(memory: ClusterUnderTest) -> None:
+    """P9, N3: it reads what others wrote, holds no copies for them, and is missed by none."""
+    lab = memory
+    lab.expect_warning("node2|node3|clique|copies|nodes|peer")
+    file, data = lab[0].path / "a", bytes(range(256)) * 30_000
+    plan = lab.laboratory.load_plan()
+    node = LabNode(replace(plan, options={**plan.options, "ro": ""}), "node3")
+    read_only = node.mountpoint / "a"
+    with limited(lab):
+        eventually(lambda: lab[0].count_alive() == lab[1].count_alive() == 3, what="all are members")
+        lab[2].end()
+        eventually(lambda: lab[0].count_alive() == lab[1].count_alive() == 2, what="the others know that it has ended")
+        nodes.wait_until_ready(node, nodes.launch(node))
+        for one in (data, data[::-1]):
+            file.write_bytes(one)
+            wait_for(file, "clique")
+            eventually(lambda one=one: read_only.read_bytes() == one, what="it reads the newest generation")
+        with pytest.raises(OSError) as failure:
+            read_only.write_bytes(b"x")
+        assert failure.value.errno == errno.EROFS
+        assert lab[0].count_alive() == lab[1].count_alive() == 2
+        lab[1].wipe(nvme=True)
+        eventually(lambda: level(file) == "local", what="what a read-only node has is no copy")
+        assert read_only.read_bytes() == data[::-1]
+        nodes.unmount(node)
+        lab.mend()
+        wait_for(file, "clique")
+        assert (lab[2].path / "a").read_bytes() == data[::-1]
