@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from daemon_under_test import Area, DaemonUnderTest, eventually
+from daemon_under_test import PREPARED_SOON, Area, DaemonUnderTest, eventually
 from memory_group import MemoryGroup, memory_group
 
 from ckptfs import limits
@@ -363,7 +363,7 @@ def test_a_tier_that_lies_in_memory_is_not_filled_by_a_limited_program(
 ) -> None:
     """M1: the prepared file cannot be taken in RAM, and pages of the next tier, on a tmpfs, would be the program's for good."""
     others = {"pfs": None} if tier == "nvme" else {"nvme": None}
-    node = make_daemon(data_path, ram="4G", env={"CKPTFS_FAULT": "prepare:take=ENOSPC@*"}, start=False, **others)
+    node = make_daemon(data_path, ram="4G", env={"CKPTFS_FAULT": "prepare:take=ENOSPC@*", **PREPARED_SOON}, start=False, **others)
     place = node.root / tier
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0700,size=3G", "ckptfs-test", place], check=True)
     node.start()
