@@ -108,7 +108,8 @@ def test_a_python_for_root_alone_is_refused_if_it_was_named(tmp_path: Path) -> N
     result = install(tmp_path / "destination", PYTHON=str(tmp_path / "none"))
     assert result.returncode == 1 and "there is no" in result.stderr and "PYTHON=/usr/bin/python3" in result.stderr
     closed = tmp_path / "closed"
-    subprocess.run([shutil.which("python3", path="/usr/bin:/usr/local/bin") or "python3", "-m", "venv", "--copies", closed], check=True)
+    python = shutil.which("python3", path="/usr/bin:/usr/local/bin") or "python3"
+    subprocess.run([python, "-m", "venv", "--copies", "--without-pip", closed], check=True)
     (closed / "bin" / "python3").chmod(0o700)
     result = install(tmp_path / "destination", PYTHON=str(closed / "bin" / "python3"))
     assert result.returncode == 1 and "runs for its owner alone: other users may not use" in result.stderr
