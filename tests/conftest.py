@@ -103,29 +103,35 @@ def clustered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[],
         yield lambda: node_options(server.joined, f"c{next(_clusters)}")
 
 
-def _shared(data_path: str, clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
-    daemon = _started(DaemonUnderTest(data_path, **clustered()))
-    try:
-        yield daemon
-    finally:
+def _start_once(clustered: Callable[[], dict[str, str]]) -> Iterator[Callable[..., DaemonUnderTest]]:
+    """Gives the daemon with some options, started when it is wanted first. All end together."""
+    started: dict[Any, DaemonUnderTest] = {}
+
+    def get(data_path: str, **options: Any) -> DaemonUnderTest:
+        wanted = (data_path, *sorted(options.items()))
+        if wanted not in started:
+            started[wanted] = _started(DaemonUnderTest(data_path, **{**clustered(), **options}))
+        return started[wanted]
+
+    yield get
+    for daemon in started.values():
         daemon.close()
 
 
 @pytest.fixture(scope="session")
-def shared_passthrough(clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
-    yield from _shared("passthrough", clustered)
+def get_daemon_of_session(clustered: Callable[[], dict[str, str]]) -> Iterator[Callable[..., DaemonUnderTest]]:
+    yield from _start_once(clustered)
 
 
-@pytest.fixture(scope="session")
-def shared_buffered(clustered: Callable[[], dict[str, str]]) -> Iterator[DaemonUnderTest]:
-    yield from _shared("buffered", clustered)
+@pytest.fixture(scope="module")
+def get_daemon_of_module(clustered: Callable[[], dict[str, str]]) -> Iterator[Callable[..., DaemonUnderTest]]:
+    yield from _start_once(clustered)
 
 
 @pytest.fixture
-def shared_daemon(data_path: str, request: pytest.FixtureRequest) -> DaemonUnderTest:
+def shared_daemon(data_path: str, get_daemon_of_session: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
     """One daemon for all cheap tests of a data path; both live to the end, since tests of the two come by turns."""
-    daemon: DaemonUnderTest = request.getfixturevalue(f"shared_{data_path}")
-    return daemon
+    return get_daemon_of_session(data_path)
 
 
 @contextlib.contextmanager
@@ -147,19 +153,8 @@ def mount(shared_daemon: DaemonUnderTest, request: pytest.FixtureRequest) -> Ite
         yield area
 
 
-@pytest.fixture(scope="module")
-def daemons_of_module() -> Iterator[dict[Any, DaemonUnderTest]]:
-    """Those that `share_daemon` has started."""
-    started: dict[Any, DaemonUnderTest] = {}
-    yield started
-    for daemon in started.values():
-        daemon.close()
-
-
 @pytest.fixture
-def share_daemon(
-    daemons_of_module: dict[Any, DaemonUnderTest], clustered: Callable[[], dict[str, str]], request: pytest.FixtureRequest
-) -> Iterator[Callable[..., Area]]:
+def share_daemon(get_daemon_of_module: Callable[..., DaemonUnderTest], request: pytest.FixtureRequest) -> Iterator[Callable[..., Area]]:
     """Lends a directory on a daemon that tests of the module share which want the same options.
 
     The directory is deleted afterwards. Sizes of its files may be prepared for those of the next test: `prepared="0"` prevents that.
@@ -169,10 +164,7 @@ def share_daemon(
     with contextlib.ExitStack() as lent:
 
         def share(data_path: str, **options: Any) -> Area:
-            wanted = (data_path, *sorted(options.items()))
-            if wanted not in daemons_of_module:
-                daemons_of_module[wanted] = _started(DaemonUnderTest(data_path, **{**clustered(), **options}))
-            area = lent.enter_context(_lend(daemons_of_module[wanted], request))
+            area = lent.enter_context(_lend(get_daemon_of_module(data_path, **options), request))
             lent.callback(shutil.rmtree, area.path)
             return area
 

@@ -18,6 +18,8 @@ from programs import refusal
 pytestmark = pytest.mark.fuse
 
 DATA = os.urandom(300_000)
+# Of names, attributes and rights alone: how bytes travel plays no part.
+on_one_data_path = pytest.mark.parametrize("data_path", ["buffered"])
 
 
 def save(area: Area, name: str = "one") -> Path:
@@ -53,6 +55,7 @@ def test_every_program_reads_a_set(mount: Area, tmp_path: Path) -> None:
     assert "one@1" in mount.command("ls", kept.parent).stdout
 
 
+@on_one_data_path
 def test_what_stat_shows(mount: Area) -> None:
     """Nobody may write; the number is another one than the application's, and stays; the application's link count does not change."""
     member = save(mount)
@@ -97,6 +100,7 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 }
 
 
+@on_one_data_path
 def test_nothing_can_be_changed(mount: Area) -> None:
     """P11, D1."""
     member = save(mount)
@@ -123,6 +127,7 @@ def test_an_open_file_of_a_deleted_set(mount: Area) -> None:
     eventually(lambda: not mount.catalog("SELECT 1 FROM inode WHERE id = ?", number), 60, what="the inode is gone")
 
 
+@on_one_data_path
 def test_names_of_unfinished_sets_are_hidden(mount: Area) -> None:
     """They are of no concern to programs; other names with a dot are shown."""
     kept = make_set(mount.daemon, save(mount), "one")
@@ -173,6 +178,7 @@ def test_from_the_pfs(make_daemon: Callable[..., DaemonUnderTest]) -> None:
 # --- what users say -----------------------------------------------------------------------------------------------------
 
 
+@on_one_data_path
 def test_pins_notes_and_removals(mount: Area) -> None:
     """H6, H10: attributes of a set's directory; a wrong value is EINVAL and changes nothing (P11)."""
     kept = make_set(mount.daemon, save(mount), "one")
@@ -191,6 +197,7 @@ def test_pins_notes_and_removals(mount: Area) -> None:
     assert refusal(lambda path: os.setxattr(path, "user.ckptfs.pin", b"1"), kept.parent) == "EPERM", "of a set, not of a series"
 
 
+@on_one_data_path
 def test_a_rollback_is_an_attribute_of_a_series(mount: Area) -> None:
     """D2, P11."""
     kept = make_set(mount.daemon, save(mount), "one")
@@ -203,6 +210,7 @@ def test_a_rollback_is_an_attribute_of_a_series(mount: Area) -> None:
     assert refusal(lambda path: os.getxattr(path, "user.ckptfs.rollback"), series) == "ENODATA"
 
 
+@on_one_data_path
 def test_a_file_names_its_set(mount: Area) -> None:
     """D1: in its place and in the history; what is in no set has no such attribute."""
     member = save(mount)
@@ -218,6 +226,7 @@ def test_a_file_names_its_set(mount: Area) -> None:
     assert os.getxattr(member / "a", "user.ckptfs.set").endswith(os.fsencode(again.name)), "of two, the later one"
 
 
+@on_one_data_path
 @pytest.mark.others
 def test_rights(mount: Area) -> None:
     """F6: only the owner and root; a private directory stays private."""
@@ -236,6 +245,7 @@ def test_rights(mount: Area) -> None:
     assert as_user(lambda: os.listdir(private) and None) == "EACCES"
 
 
+@on_one_data_path
 @pytest.mark.parametrize("which", ["", "member", "member/below"])
 def test_what_becomes_private_is_private_in_the_history_too(mount: Area, which: str) -> None:
     """F6: so are sets that were made before, and the directories on the PFS."""
