@@ -263,7 +263,7 @@ def test_programs_run_from_the_mount(mount: Area) -> None:
 
 def test_thousands_of_files_open_at_once(mount: Area) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = 3000
+    wanted = 2000
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted + 500), max(hard, wanted + 500)))
     fds = []
     try:
