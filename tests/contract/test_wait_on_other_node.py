@@ -2,6 +2,7 @@
 
 import json
 import stat
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -38,8 +39,27 @@ def seal(node: Node, inode: Inode, number: int) -> None:
     contents.mark_sealed(node.db, [contents.SealResult(number, inode.id, row.change, Tier.RAM, 3, DIGEST, DIGEST)])
 
 
-def put(etcd: MemoryEtcd, key: str, value: object) -> None:
-    MemoryStore(etcd).commit([], [Put(key.encode(), json.dumps(value).encode())])
+KNOWN = [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2, 3)]
+
+
+def play(root: Path, count: int, act: Callable[..., Awaitable[None]]) -> None:
+    """Run `act` with etcd and so many nodes; each takes three for alive."""
+
+    async def run() -> None:
+        etcd = MemoryEtcd()
+        nodes = [Node(root / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in range(1, count + 1)]
+        for node in nodes:
+            peer_copies.set_live_nodes(node.db, node.number, 2, KNOWN)
+        await running(nodes, lambda: act(etcd, *nodes))
+
+    in_virtual_time(run)
+
+
+def put_on_pfs(etcd: MemoryEtcd, inode: int, name: str) -> None:
+    """What another node says in etcd once the PFS shows a file."""
+    state = {"names": [[ROOT, name]], "seen": [77, stat.S_IFREG, 0, 0], "published": [1, 1, 3, 2, 77, DIGEST.hex()]}
+    for key, value in ((f"x/{ROOT:016x}/{name}", {"inode": inode}), (f"f/{inode:016x}", state)):
+        MemoryStore(etcd).commit([], [Put(key.encode(), json.dumps(value).encode())])
 
 
 @pytest.mark.parametrize("wanted", [Level.LOCAL, Level.CLIQUE, Level.PFS])
@@ -48,40 +68,29 @@ def test_a_wait_elsewhere_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     """G1: also when the writer has gone since; a file that only it had is nowhere then."""
     monkeypatch.setattr(limits, "COPIES_FRESH_S", 0.0)
 
-    async def run() -> None:
-        etcd = MemoryEtcd()
-        one, two, three = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2, 3))
-        known = [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2, 3)]
-        for node in (one, two, three):
-            peer_copies.set_live_nodes(node.db, node.number, 2, known)
+    async def act(etcd: MemoryEtcd, one: Node, two: Node, three: Node) -> None:
         figures = ClusterFigures(cast(Any, None), three.db, three.store)
+        inode = await one.make("file")
+        content = close(one, inode)
+        await one.sharing.wait_published()
+        await three.stat("file")
+        waiting = LevelCheck(three.db, inode.id, wanted, figures.load_file)
+        figures.refresh_files([inode.id])
+        assert not waiting.check_next({}).done, "it is not sealed"
+        seal(one, inode, content)
+        await one.sharing.wait_published()
+        if wanted is not Level.LOCAL:
+            locations.CopyRecords(two.store, two.db, 2).announce([(_sealed(one, content), True)])
+        if wanted is Level.PFS:
+            put_on_pfs(etcd, inode.id, "file")
+        if gone:
+            peer_copies.set_live_nodes(three.db, 3, 2, KNOWN[1:])
+        figures.refresh_files([inode.id])
+        level = {Level.LOCAL: Level.NONE, Level.CLIQUE: Level.LOCAL}.get(wanted, wanted) if gone else wanted
+        assert summary.get_level(three.db, inode.id) is level and waiting.check_next({}).done is (level is wanted)
+        assert waiting.check_next({}).blocked_by == ("no node that is alive has a copy" if level is Level.NONE else "")
 
-        async def act() -> None:
-            inode = await one.make("file")
-            content = close(one, inode)
-            await one.sharing.wait_published()
-            await three.stat("file")
-            waiting = LevelCheck(three.db, inode.id, wanted, figures.load_file)
-            figures.refresh_files([inode.id])
-            assert not waiting.check_next({}).done, "it is not sealed"
-            seal(one, inode, content)
-            await one.sharing.wait_published()
-            if wanted is not Level.LOCAL:
-                locations.CopyRecords(two.store, two.db, 2).announce([(_sealed(one, content), True)])
-            if wanted is Level.PFS:
-                put(etcd, f"x/{ROOT:016x}/file", {"inode": inode.id})
-                published = [1, 1, 3, 2, 77, DIGEST.hex()]
-                put(etcd, f"f/{inode.id:016x}", {"names": [[ROOT, "file"]], "seen": [77, stat.S_IFREG, 0, 0], "published": published})
-            if gone:
-                peer_copies.set_live_nodes(three.db, 3, 2, known[1:])
-            figures.refresh_files([inode.id])
-            level = {Level.LOCAL: Level.NONE, Level.CLIQUE: Level.LOCAL}.get(wanted, wanted) if gone else wanted
-            assert summary.get_level(three.db, inode.id) is level and waiting.check_next({}).done is (level is wanted)
-            assert waiting.check_next({}).blocked_by == ("no node that is alive has a copy" if level is Level.NONE else "")
-
-        await running([one, two, three], act)
-
-    in_virtual_time(run)
+    play(tmp_path, 3, act)
 
 
 @pytest.mark.parametrize("wanted", [Level.LOCAL, Level.CLIQUE, Level.PFS])
@@ -92,70 +101,50 @@ def test_a_wait_elsewhere_for_a_file_that_its_writer_has_lost_ends_at_once(
     """D12: unless another node or the PFS has it. A list says the same."""
     monkeypatch.setattr(limits, "COPIES_FRESH_S", 0.0)
 
-    async def run() -> None:
-        etcd = MemoryEtcd()
-        one, two = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2))
-        for node in (one, two):
-            peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2, 3)])
+    async def act(etcd: MemoryEtcd, one: Node, two: Node) -> None:
         figures = ClusterFigures(cast(Any, None), two.db, two.store)
-
-        async def act() -> None:
-            inode = await one.make("file")
-            content = close(one, inode)
-            seal(one, inode, content)
-            if place == "node":
-                locations.CopyRecords(MemoryStore(etcd), two.db, 3).announce([(_sealed(one, content), True)])
-            elif place == "pfs":
-                put(etcd, f"x/{ROOT:016x}/file", {"inode": inode.id})
-                published = [1, 1, 3, 2, 77, DIGEST.hex()]
-                put(etcd, f"f/{inode.id:016x}", {"names": [[ROOT, "file"]], "seen": [77, stat.S_IFREG, 0, 0], "published": published})
-            await one.sharing.wait_published()
-            await two.stat("file")
-            waiting = LevelCheck(two.db, inode.id, wanted, figures.load_file)
-            contents.set_state(one.db, content, ContentState.LOST)
-            await one.sharing.wait_published()
-            figures.refresh_files([inode.id])
-            found = figures.load_file(inode.id)
-            assert found is not None and found.record.content is not None
-            assert (found.record.content.state is ContentState.LOST) is (place != "node")
-            if place == "nowhere":
-                with pytest.raises(ContentLost, match="file is lost"):
-                    waiting.check_next({})
-            else:
+        inode = await one.make("file")
+        content = close(one, inode)
+        seal(one, inode, content)
+        if place == "node":
+            locations.CopyRecords(MemoryStore(etcd), two.db, 3).announce([(_sealed(one, content), True)])
+        elif place == "pfs":
+            put_on_pfs(etcd, inode.id, "file")
+        await one.sharing.wait_published()
+        await two.stat("file")
+        waiting = LevelCheck(two.db, inode.id, wanted, figures.load_file)
+        contents.set_state(one.db, content, ContentState.LOST)
+        await one.sharing.wait_published()
+        figures.refresh_files([inode.id])
+        found = figures.load_file(inode.id)
+        assert found is not None and found.record.content is not None
+        assert (found.record.content.state is ContentState.LOST) is (place != "node")
+        if place == "nowhere":
+            with pytest.raises(ContentLost, match="file is lost"):
                 waiting.check_next({})
+        else:
+            waiting.check_next({})
 
-        await running([one, two], act)
-
-    in_virtual_time(run)
+    play(tmp_path, 2, act)
 
 
 def test_a_list_elsewhere_knows_what_is_on_the_pfs(tmp_path: Path) -> None:
     """D12: levels of sets that another node wrote, which this node has listed and never opened."""
 
-    async def run() -> None:
-        etcd = MemoryEtcd()
-        one, two = (Node(tmp_path / f"n{number}", number, MemoryStore(etcd), journalled=True) for number in (1, 2))
-        for node in (one, two):
-            peer_copies.set_live_nodes(node.db, node.number, 2, [KnownNode(number, f"n{number}", f"d{number}") for number in (1, 2)])
+    async def act(etcd: MemoryEtcd, one: Node, two: Node) -> None:
         figures = ClusterFigures(cast(Any, None), two.db, two.store)
         queries = QueryService(ControlContext(cast(Any, None), two.db, cast(Any, None), figures))
+        inode = await one.make("f1")
+        seal(one, inode, close(one, inode))
+        await keep(one, "f1")
+        await one.sharing.wait_published()
+        await read_history(two)
+        put_on_pfs(etcd, inode.id, "f1")
+        (series,) = history.list_series(two.db)
+        replies = queries.ListSets(pb.ListSetsRequest(directory=series.directory), cast(Any, None))
+        assert [found.level for reply in replies for found in reply.sets] == ["pfs"]
 
-        async def act() -> None:
-            inode = await one.make("f1")
-            seal(one, inode, close(one, inode))
-            await keep(one, "f1")
-            await one.sharing.wait_published()
-            await read_history(two)
-            published = [1, 1, 3, 2, 77, DIGEST.hex()]
-            put(etcd, f"x/{ROOT:016x}/f1", {"inode": inode.id})
-            put(etcd, f"f/{inode.id:016x}", {"names": [[ROOT, "f1"]], "seen": [77, stat.S_IFREG, 0, 0], "published": published})
-            (series,) = history.list_series(two.db)
-            replies = queries.ListSets(pb.ListSetsRequest(directory=series.directory), cast(Any, None))
-            assert [found.level for reply in replies for found in reply.sets] == ["pfs"]
-
-        await running([one, two], act)
-
-    in_virtual_time(run)
+    play(tmp_path, 2, act)
 
 
 def _sealed(node: Node, number: int) -> Any:
