@@ -1,13 +1,14 @@
 """The chain of schema migrations: each step brings a catalog from one version to the next.
 
-`PRAGMA user_version` holds the version of a catalog. `migrate` runs the missing steps, each in one transaction. Other processes that
-open the catalog meanwhile wait for that transaction, and then find the new version. To change the schema, edit schema.sql, and append a
-step that makes the same of the last version. A step on main never changes, released or not.
+`PRAGMA user_version` holds the version of a catalog. `migrate` runs the missing steps in one transaction. Other processes that open the
+catalog meanwhile wait for that transaction, and then find the new version. To change the schema, edit schema.sql, and append a step that
+makes the same of the last version. A step on main never changes, released or not.
 
-Crash safety: SQLite undoes an unfinished step, and the next start begins with it again.
+Crash safety: SQLite undoes an unfinished migration, and the next start begins again.
 """
 
 import logging
+import re
 import sqlite3
 from collections.abc import Callable
 from functools import partial
@@ -165,15 +166,26 @@ def get_version(connection: sqlite3.Connection) -> int:
 
 def migrate(connection: sqlite3.Connection) -> None:
     """Bring a catalog of a known version to `SCHEMA_VERSION`. The connection has no transaction."""
-    while get_version(connection) < SCHEMA_VERSION:
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            version = get_version(connection)
-            if version < SCHEMA_VERSION:  # Otherwise another process has migrated the catalog while this one waited for the lock.
-                _STEPS[version - 1](connection)
-                connection.execute(f"PRAGMA user_version={version + 1}")
-                log.info("the catalog: migrating from schema version %d to %d", version, version + 1)
-            connection.execute("COMMIT")
-        finally:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+    if get_version(connection) >= SCHEMA_VERSION:
+        return
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        version = get_version(connection)
+        if version < SCHEMA_VERSION:  # Otherwise another process has migrated the catalog while this one waited for the lock.
+            log.info("the catalog: migrating from schema version %d to %d", version, SCHEMA_VERSION)
+            _delete_comments(connection)
+            for step in _STEPS[version - 1 :]:
+                step(connection)
+            connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    finally:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+
+
+def _delete_comments(connection: sqlite3.Connection) -> None:
+    """Delete the comments of the stored schema: `DROP COLUMN` of the last column cuts at a comma in one."""
+    connection.execute("PRAGMA writable_schema=ON")
+    for name, sql in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql LIKE '%--%'").fetchall():
+        connection.execute("UPDATE sqlite_master SET sql = ? WHERE name = ?", (re.sub("--[^\n]*", "", sql), name))
+    connection.execute("PRAGMA writable_schema=RESET")

@@ -208,13 +208,18 @@ def test_an_unknown_version_is_refused_untouched(version: int, error: type[Excep
     assert path.read_bytes() == content
 
 
-def test_a_migration_that_fails_changes_nothing_and_names_the_cause(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("obstacle", "cause"),
+    [("DROP INDEX want_open", "no such index: want_open"), ("CREATE TABLE retired (content)", "table retired already exists")],
+)
+def test_a_migration_that_fails_changes_nothing_and_names_the_cause(obstacle: str, cause: str, tmp_path: Path) -> None:
+    """The first step fails, or a later one: the release that made the catalog can still open it."""
     path = load("0.2.0", tmp_path)
     connection = sqlite3.connect(path)
-    connection.execute("DROP INDEX want_open")
+    connection.execute(obstacle)
     connection.commit()
     connection.close()
     schema = read_schema(path)
-    with pytest.raises(CatalogDamaged, match=r"cannot be migrated from version 1 to \d: no such index: want_open"):
+    with pytest.raises(CatalogDamaged, match=rf"cannot be migrated from version 1 to \d: {cause}"):
         Database(path, journalled=True)
     assert read_schema(path) == schema and get_version(path) == 1
