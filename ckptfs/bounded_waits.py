@@ -1,10 +1,10 @@
-"""Waits with a bound: for a descriptor, and for a call that may hang. How many calls hang now."""
+"""Waits with a bound: for a descriptor, and for a call that may hang. Which calls hang now."""
 
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from typing import TypeVar
 
@@ -14,13 +14,13 @@ from ckptfs.errors import TimedOut
 T = TypeVar("T")
 
 
-def count_stalled(moved_s: Iterable[float]) -> int:
-    """Return how many steps hang at the PFS, at most PFS_STALLED_MAX.
+def list_stalled(moved_s: Mapping[int, float]) -> list[int]:
+    """Return which steps hang at the PFS, at most PFS_STALLED_MAX.
 
     `moved_s`: when each of them last got on, by the monotonic clock.
     """
     stalled_s = time.monotonic() - limits.PFS_STALL_S
-    return min(sum(one < stalled_s for one in list(moved_s)), limits.PFS_STALLED_MAX)
+    return [step for step, one in list(moved_s.items()) if one < stalled_s][: limits.PFS_STALLED_MAX]
 
 
 def wait_ready(file: int | socket.socket, event: int, timeout_s: float) -> bool:

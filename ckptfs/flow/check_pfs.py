@@ -17,7 +17,7 @@ import threading
 import time
 
 from ckptfs import disk, limits
-from ckptfs.bounded_waits import count_stalled
+from ckptfs.bounded_waits import list_stalled
 from ckptfs.catalog import copies, mover_requests, pfs_state
 from ckptfs.catalog.contents import get_largest_recent_size
 from ckptfs.catalog.copies import FetchState
@@ -72,9 +72,9 @@ class CheckPfs:
         self._has_candidates = copies.has_unchecked(self._db)
         return False
 
-    def count_spare_lanes(self) -> int:
-        """Return for how many reads that hang there must be a lane more from now on."""
-        return count_stalled(self._in_hand.values())
+    def list_stalled(self) -> list[int]:
+        """Return the files whose reads hang: for each there must be a lane more from now on."""
+        return list_stalled(self._in_hand)
 
     def next_due_s(self) -> float | None:
         """Return the seconds until the next look at the tiers; None if every file was checked."""

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from ckptfs import disk, limits
-from ckptfs.bounded_waits import count_stalled
+from ckptfs.bounded_waits import list_stalled
 from ckptfs.catalog import mover_requests, namespace, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.scans import PendingChanges, ScanVerdict
@@ -111,9 +111,9 @@ class Scan:
             self._requests_in_hand.discard(request.id)
         return True
 
-    def count_spare_lanes(self) -> int:
-        """Return for how many scans that hang there must be a lane more from now on."""
-        return count_stalled(self._in_hand.values())
+    def list_stalled(self) -> list[int]:
+        """Return the directories whose scans hang: for each there must be a lane more from now on."""
+        return list_stalled(self._in_hand)
 
     def _take(self, directory: int) -> bool:
         """Reserve a directory for this step. Return False if another one has it."""

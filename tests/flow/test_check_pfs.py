@@ -74,17 +74,17 @@ def test_a_read_that_hangs_holds_up_no_other_file(full: Mount, monkeypatch: pyte
     monkeypatch.setattr(pfs_tree, "open_published", hang)
     monkeypatch.setattr(limits, "PFS_STALL_S", 0.01)
     monkeypatch.setattr(check_pfs, "RETRY_LAST_S", 0.0)  # The pause of the file that hangs is over.
-    assert check.count_spare_lanes() == 0
+    assert check.list_stalled() == []
     with ThreadPoolExecutor(1) as lane:
         first = lane.submit(check.step)
         assert begun.wait(60)
-        while not check.count_spare_lanes():
+        while not check.list_stalled():
             pass
         run_until_idle(check)
         assert sorted(read) == ["a", "b"] and full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns > 0") == 1
         go_on.set()
         assert first.result(60)
-    assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns = 0") == 0 and check.count_spare_lanes() == 0
+    assert full.db.value("SELECT count(*) FROM pfs_file WHERE checked_ns = 0") == 0 and check.list_stalled() == []
 
 
 def test_bytes_that_the_pfs_has_lost_are_written_back_again(full: Mount, caplog: pytest.LogCaptureFixture) -> None:

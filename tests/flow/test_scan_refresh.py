@@ -355,11 +355,11 @@ def test_a_directory_that_hangs_holds_up_no_other_one(world: World, monkeypatch:
     monkeypatch.setattr(pfs_tree, "open_directory", hang)
     monkeypatch.setattr(limits, "PFS_STALL_S", 0.01)
     hanging = mover_requests.insert_request(world.db, mover_requests.SCAN, world.inode("d"), mover_requests.COMPARE_AGAIN)
-    assert scan.count_spare_lanes() == 0
+    assert scan.list_stalled() == []
     with ThreadPoolExecutor(1) as lane:
         first = lane.submit(scan.step)
         assert begun.wait(60)
-        while not scan.count_spare_lanes():
+        while not scan.list_stalled():
             pass
         again = mover_requests.insert_request(world.db, mover_requests.SCAN, world.inode("d"))
         other = mover_requests.insert_request(world.db, mover_requests.SCAN, world.inode("d/deep"), mover_requests.COMPARE_AGAIN)

@@ -236,10 +236,11 @@ def test_a_lane_that_was_ended_runs_no_step_any_more(last: bool | Exception) -> 
 
 
 def test_a_step_that_hangs_gets_a_lane_in_its_place_until_it_goes_on() -> None:
-    """A spare lane that failed stays until it can say that all is well."""
+    """A spare lane that failed stays until it can say that all is well. A step that hangs for long is reported."""
     flow = Steps(False, False, TierUnavailable("gone"), due_s=1.0)
     hanging = [0]
-    flow.count_spare_lanes = lambda: hanging[0]  # type: ignore[attr-defined]
+    flow.list_stalled = lambda: [*range(hanging[0])]  # type: ignore[attr-defined]
+    silent: list[list[int]] = []
     told: Told = []
 
     def build(name: str, flow: Any) -> Lane:
@@ -248,9 +249,12 @@ def test_a_step_that_hangs_gets_a_lane_in_its_place_until_it_goes_on() -> None:
     async def main() -> None:
         every = Lanes([])
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(every.relieve, "spare", 2, flow, build)
+            nursery.start_soon(every.relieve, "spare", 2, flow, build, lambda _, inodes: silent.append(inodes))
             await trio.sleep(10)
             assert not flow.ran
+            hanging[0] = 2
+            await trio.sleep(2 * limits.PFS_STALL_S)
+            assert not silent, "it may go on soon"
             for wanted in (2, 0):
                 hanging[0] = wanted
                 await trio.sleep(30)
@@ -267,3 +271,4 @@ def test_a_step_that_hangs_gets_a_lane_in_its_place_until_it_goes_on() -> None:
 
     trio.run(main, clock=MockClock(autojump_threshold=0))
     assert [value is None for _, value in told] == [False, True]
+    assert silent == [[0, 1], [], [0], []]

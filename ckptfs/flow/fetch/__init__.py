@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 from ckptfs import disk, limits, step_durations
-from ckptfs.bounded_waits import count_stalled
+from ckptfs.bounded_waits import list_stalled
 from ckptfs.catalog import copies, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -122,11 +122,12 @@ class Fetch:
             times = [attempt.next_s for attempt in self._attempts.values()]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
-    def count_spare_lanes(self) -> int:
-        """Return for how many steps that hang at the PFS there must be a lane more from now on."""
+    def list_stalled(self) -> list[int]:
+        """Return the files whose steps hang at the PFS: for each there must be a lane more from now on."""
         with self._lock:
-            self._spare_lanes = count_stalled(step.moved_s for step in self._steps_at_pfs.values())
-            return self._spare_lanes
+            stalled = list_stalled({inode: step.moved_s for inode, step in self._steps_at_pfs.items()})
+            self._spare_lanes = len(stalled)
+            return stalled
 
     def _take_request(self) -> mover_requests.MoverRequest | None:
         """Reserve and return the next request that is due and whose file no step has, except at the PFS."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from ckptfs import limits
-from ckptfs.bounded_waits import count_stalled
+from ckptfs.bounded_waits import list_stalled
 from ckptfs.catalog import mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import Busy
@@ -85,7 +85,7 @@ class FetchProgress:
 
     def has_stalled(self) -> bool:
         """Return whether nothing has come for PFS_STALL_S."""
-        return count_stalled([self.moved_s]) > 0
+        return bool(list_stalled({self.request.inode: self.moved_s}))
 
     def give_up_copy(self) -> None:
         """Leave the FILLING copy to another step, in whose transaction this is called; readers turn to it."""

@@ -20,6 +20,9 @@ from ckptfs.tiers import health
 
 log = logging.getLogger(__name__)
 
+SILENT_LOOKS = 4
+"""A step that hangs at so many looks, PFS_STALL_S apart, is a trouble."""
+
 Report = Callable[[str, Mapping[str, Any] | None], None]
 
 
@@ -47,8 +50,8 @@ class Retryable(Protocol):
 class Relievable(Flow, Protocol):
     """A flow that several lanes share, and whose steps may hang."""
 
-    def count_spare_lanes(self) -> int:
-        """Return for how many steps there must be a lane more from now on."""
+    def list_stalled(self) -> list[int]:
+        """Return the inodes whose steps hang at the PFS: for each there must be a lane more from now on."""
 
 
 class Lane:
@@ -219,17 +222,32 @@ class Lanes:
             for lane in self._lanes:
                 nursery.start_soon(lane.run, name=f"lane {lane.name}")
 
-    async def relieve(self, name: str, first: int, flow: Relievable, build_lane: Callable[[str, Relievable], Lane]) -> None:
+    async def relieve(
+        self,
+        name: str,
+        first: int,
+        flow: Relievable,
+        build_lane: Callable[[str, Relievable], Lane],
+        report_silence: Callable[[str, list[int]], None],
+    ) -> None:
         """Run a lane more for each step of a flow that hangs, and end it when the step goes on.
 
-        `name`: of the lanes of the flow. The spare ones have numbers as well, from `first` on.
+        `name`: of the lanes of the flow. The spare ones have numbers as well, from `first` on. `report_silence` gets the name and the
+        inodes whose steps hang for long, when they change. It is called in a worker thread.
         """
         spares: list[Lane] = []
+        looks: dict[int, int] = {}
+        reported: list[int] = []
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.sleep(limits.PFS_STALL_S)
                 is_ended = name in self._ended
-                wanted = 0 if is_ended else flow.count_spare_lanes()
+                stalled = [] if is_ended else flow.list_stalled()
+                looks = {inode: looks.get(inode, 0) + 1 for inode in stalled}
+                if (silent := [inode for inode in looks if looks[inode] >= SILENT_LOOKS]) != reported:
+                    await trio.to_thread.run_sync(report_silence, name, silent)
+                    reported = silent
+                wanted = len(stalled)
                 while len(spares) > wanted and (is_ended or not spares[-1].is_in_trouble):
                     self._lanes.remove(spares[-1])
                     spares.pop().end()

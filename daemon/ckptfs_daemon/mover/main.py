@@ -7,6 +7,7 @@ supervisor has ended, it exits at once.
 Crash safety: every step leaves the catalog consistent, and the next mover recovers before it reports that it is ready.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -18,9 +19,11 @@ import trio
 from ckptfs import limits, series, server_limits
 from ckptfs.catalog import copies, mover_requests, summary
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.config import Config
+from ckptfs.errors import NoSpace
 from ckptfs.event_log import EventKind
 from ckptfs.flow.check_pfs import CheckPfs
 from ckptfs.flow.evict import Evict
@@ -53,6 +56,8 @@ log = logging.getLogger(__name__)
 NICE = 5
 REMOTE_TIERS = (Tier.PFS,)
 TROUBLES_POLL_S = 2.0
+SILENCE_TROUBLE = "silent pfs:"
+SILENCE_REMEDY = "check whether the server of the PFS that holds it answers"
 
 
 def run(setup: ChildSetup) -> int:
@@ -89,6 +94,14 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     def build_lane(name: str, flow: Flow) -> Lane:
         return Lane(name, flow, lambda where, value: summary.set_trouble(db, where, value))
 
+    def report_silence(lane: str, inodes: list[int]) -> None:
+        value = None
+        if inodes:
+            what = "the PFS does not answer for it" + (f", nor for {len(inodes) - 1} others" if len(inodes) > 1 else "")
+            value = {"what": what, "path": get_shown_path(db, inodes[0]), "remedy": SILENCE_REMEDY}
+        with contextlib.suppress(NoSpace):  # The disk of the catalog is full.
+            summary.set_trouble(db, f"{SILENCE_TROUBLE} {lane}", value)
+
     lanes = Lanes([build_lane(name, flow) for name, flow in flows.lanes])
     await trio.to_thread.run_sync(flows.prepare)
     drain = Drain(db, config, lanes.retry_now)
@@ -97,9 +110,11 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
         nursery.start_soon(ipc.send_heartbeats, setup.link, name="heartbeats")
         nursery.start_soon(_handle_wake_ups, wake_channel, lanes, name="wake-ups")
         nursery.start_soon(lanes.run, name="lanes")
-        nursery.start_soon(lanes.relieve, "fetch", limits.FETCHES_SHARED_MAX + 1, flows.fetch, build_lane, name="spare lanes")
-        nursery.start_soon(lanes.relieve, "scan", 2, flows.scan, build_lane, name="spare lanes")
-        nursery.start_soon(lanes.relieve, "check pfs", 2, flows.check_pfs, build_lane, name="spare lanes")
+        nursery.start_soon(
+            lanes.relieve, "fetch", limits.FETCHES_SHARED_MAX + 1, flows.fetch, build_lane, report_silence, name="spare lanes"
+        )
+        nursery.start_soon(lanes.relieve, "scan", 2, flows.scan, build_lane, report_silence, name="spare lanes")
+        nursery.start_soon(lanes.relieve, "check pfs", 2, flows.check_pfs, build_lane, report_silence, name="spare lanes")
         control = _build_control(setup, db, tiers, lanes, cluster_services, progress, drain, upgrades, notify)
         nursery.start_soon(server.serve, control, name="control")
         if cluster_services is not None:

@@ -23,7 +23,7 @@ from typing import TypeVar
 import trio
 
 from ckptfs import limits
-from ckptfs.bounded_waits import count_stalled
+from ckptfs.bounded_waits import list_stalled
 from ckptfs.model import LOCAL_TIERS, Tier
 from ckptfs_daemon.fuse.killable import killable_wait
 
@@ -56,7 +56,7 @@ class PfsThreads:
 
     def relieve(self) -> None:
         """Let one call more run for each that hangs now."""
-        self._limiter.total_tokens = limits.PFS_THREADS_MAX + count_stalled(self._began_s.values())
+        self._limiter.total_tokens = limits.PFS_THREADS_MAX + len(list_stalled(self._began_s))
 
 
 _PFS_THREADS = PfsThreads()
