@@ -23,7 +23,7 @@ from ckptfs import digest, disk, limits, procfs
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
-from ckptfs.errors import NoSpace
+from ckptfs.errors import NoSpace, TierUnavailable
 from ckptfs.model import LOCAL_TIERS, Tier, file_name
 from ckptfs.tiers import health, prepared, reflink, space
 from ckptfs.tiers.growth import GrowthTable, bound_allocation_ahead
@@ -314,7 +314,7 @@ class Tiers(Mapping[Tier, TierStorage]):
 
     @classmethod
     def from_config(cls, config: Config, instance: str = "", get_pfs_identity: Callable[[], str | None] = lambda: None) -> "Tiers":
-        """Open RAM and NVMe; the PFS is accessed at first use only. Raises OSError if either cannot be used.
+        """Open RAM and NVMe; the PFS is accessed at first use only. Raises TierUnavailable if either cannot be used.
 
         `instance` identifies the catalog: other mounts and nodes may use the same directories on NVMe and on the PFS. `get_pfs_identity`
         is that of `TierStorage`.
@@ -330,7 +330,8 @@ class Tiers(Mapping[Tier, TierStorage]):
                 _ = storage.uuid
             except OSError as failure:
                 if storage.tier is not Tier.NVME or not health.is_tier_failure(failure):
-                    raise
+                    what = f"{storage.tier}: {storage.root} cannot be used: {health.describe(failure)}"
+                    raise TierUnavailable(what, remedy=health.remedy(failure.errno)) from failure
                 storage.record_failure(failure)  # `adopt_tiers` decides whether to go on without it.
         if config.pfs is not None:
             tiers[Tier.PFS] = TierStorage(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance, get_pfs_identity=get_pfs_identity)

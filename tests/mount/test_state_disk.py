@@ -38,6 +38,16 @@ def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnde
     assert "Traceback" not in daemon.log
 
 
+def test_a_full_nvme_at_the_first_start_is_refused_with_a_sentence(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """P11: nothing can be created there."""
+    daemon = make_daemon(start=False)
+    run("mount", "-t", "tmpfs", "-o", "nr_inodes=1", "none", daemon.nvme)
+    with pytest.raises(NotStarted, match=r"nvme: .*/nvme cannot be used: ENOSPC: No space left on device; free space"):
+        daemon.start()
+    run("umount", daemon.nvme)
+    daemon.start()
+
+
 def test_a_catalog_that_was_damaged_after_a_clean_end_is_named(fresh_mount: DaemonUnderTest) -> None:
     """P11: a small one is refused at the start. A large one is not searched after a clean end; who dies of it says so."""
     daemon = fresh_mount

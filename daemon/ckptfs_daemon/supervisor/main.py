@@ -22,6 +22,7 @@ from ckptfs.model import Tier
 from ckptfs.mount_record import Leftovers
 from ckptfs.tiers import pfs_sync
 from ckptfs.tiers.pfs_identity import require_pfs_of_catalog
+from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import logs
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection, shim_build
@@ -109,6 +110,9 @@ def _prepare_state(config: Config, handed: Handed | None) -> int:
         _require_pfs_and_cluster(config, db)
         database.record_start(db, ended_cleanly=ended_cleanly)
     state_directory.prepare_ram_tier(config)
+    if handed is None:  # Otherwise applications have files open.
+        with _open_catalog(config) as db:
+            Tiers.from_config(config, journal.get_instance_id(db)).close()
     return lock_fd
 
 
