@@ -99,6 +99,8 @@ WRITERS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("x.xz", "xz", lambda path: path.write_bytes(lzma.compress(bytes(100_000)))),
     ("x.zip", "zip", write_commented_zip),
     ("trainer_state.json", "json", lambda path: path.write_text(json.dumps({"step": 1, "log": [1, 2, {"a": None}]}))),
+    ("state.xml", "xml", lambda path: path.write_bytes(b'<State time="1">\n' + b'  <Position x="1"/>\n' * 40 + b"</State>")),
+    ("empty.xml", "xml", lambda path: path.write_bytes(b'<State time="1"/>')),
     ("state.cpt", "GROMACS", lambda path: path.write_bytes(GROMACS)),
     ("melt.100.restart", "LAMMPS", lambda path: path.write_bytes(LAMMPS)),
 ]
