@@ -13,20 +13,24 @@ import pytest
 from ckptfs_daemon.supervisor import state_directory
 from ckptfs_daemon.supervisor.main import _require_nothing_to_write_back
 
-from ckptfs import procfs
+from ckptfs import mount_record, procfs
 from ckptfs.catalog import namespace
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.config.schema import MS_RDONLY
 from ckptfs.errors import InvalidArgument
 from ckptfs.model import ROOT
+from ckptfs.mount_record import MountRecord
 
 SLEEPER = [sys.executable, "-c", "import sys; print(flush=True); sys.stdin.read()"]
 
 
 def test_a_second_one_is_refused_by_the_pid_of_the_first(tmp_path: Path) -> None:
     first = state_directory.acquire_lock(tmp_path)
-    with pytest.raises(InvalidArgument, match=f"pid {os.getpid()}"):
+    with pytest.raises(InvalidArgument, match=rf"\(pid {os.getpid()}\)"):
+        state_directory.acquire_lock(tmp_path)
+    mount_record.store(MountRecord("n", Path("/ckpt"), tmp_path, "", None, None, "i"))
+    with pytest.raises(InvalidArgument, match=rf"\(pid {os.getpid()}, mounted at /ckpt\) uses the state directory"):
         state_directory.acquire_lock(tmp_path)
     os.close(first)
     os.close(state_directory.acquire_lock(tmp_path))

@@ -25,7 +25,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ckptfs import cgroups, limits, procfs, runtime_dir
+from ckptfs import cgroups, limits, mount_record, procfs, runtime_dir
 from ckptfs.cgroups import MemoryLimit
 from ckptfs.config import RAM_BYTES_MIN, Config
 from ckptfs.errors import CkptfsError, InvalidArgument
@@ -52,10 +52,12 @@ def acquire_lock(state: Path, *, is_read_only: bool = False) -> int:
         if time.monotonic() > until:
             holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
             os.close(fd)
+            found = mount_record.load(state)
+            where = f", mounted at {found.mountpoint}" if found is not None else ""
             remedy = "unmount that one first, or give another state=DIRECTORY"
             if is_read_only:
                 remedy = f"mount --bind -o ro shows that mount read-only at another place; {remedy}"
-            raise InvalidArgument(f"another ckptfsd (pid {holder}) uses the state directory {state}", remedy=remedy)
+            raise InvalidArgument(f"another ckptfsd (pid {holder}{where}) uses the state directory {state}", remedy=remedy)
         time.sleep(LEFTOVER_POLL_S)
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
