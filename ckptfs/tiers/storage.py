@@ -314,7 +314,7 @@ class Tiers(Mapping[Tier, TierStorage]):
 
     @classmethod
     def from_config(cls, config: Config, instance: str = "", get_pfs_identity: Callable[[], str | None] = lambda: None) -> "Tiers":
-        """Open RAM and NVMe; the PFS is accessed at first use only. Raises TierUnavailable if either cannot be used.
+        """Open RAM and NVMe; the PFS is accessed at first use only. Raises TierUnavailable.
 
         `instance` identifies the catalog: other mounts and nodes may use the same directories on NVMe and on the PFS. `get_pfs_identity`
         is that of `TierStorage`.

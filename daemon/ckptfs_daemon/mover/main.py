@@ -94,14 +94,7 @@ async def _serve(setup: ChildSetup, db: Database, wake_channel: ipc.WakeChannel)
     def build_lane(name: str, flow: Flow) -> Lane:
         return Lane(name, flow, lambda where, value: summary.set_trouble(db, where, value))
 
-    def report_silence(lane: str, inodes: list[int]) -> None:
-        value = None
-        if inodes:
-            what = "the PFS does not answer for it" + (f", nor for {len(inodes) - 1} others" if len(inodes) > 1 else "")
-            value = {"what": what, "path": get_shown_path(db, inodes[0]), "remedy": SILENCE_REMEDY}
-        with contextlib.suppress(NoSpace):  # The disk of the catalog is full.
-            summary.set_trouble(db, f"{SILENCE_TROUBLE} {lane}", value)
-
+    report_silence = functools.partial(_report_silence, db)
     lanes = Lanes([build_lane(name, flow) for name, flow in flows.lanes])
     await trio.to_thread.run_sync(flows.prepare)
     drain = Drain(db, config, lanes.retry_now)
@@ -153,6 +146,16 @@ def _build_control(
     if cluster_services is not None:
         context.cluster, context.refresh_pfs_path = cluster_services.figures, cluster_services.refresh_pfs_path
     return context
+
+
+def _report_silence(db: Database, lane: str, inodes: list[int]) -> None:
+    """Name the files or directories whose steps hang at the PFS, or say that none does."""
+    value = None
+    if inodes:
+        what = "the PFS does not answer for it" + (f", nor for {len(inodes) - 1} others" if len(inodes) > 1 else "")
+        value = {"what": what, "path": get_shown_path(db, inodes[0]), "remedy": SILENCE_REMEDY}
+    with contextlib.suppress(NoSpace):  # The disk of the catalog is full.
+        summary.set_trouble(db, f"{SILENCE_TROUBLE} {lane}", value)
 
 
 async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: UpgradeRequests, lanes: Lanes) -> None:
