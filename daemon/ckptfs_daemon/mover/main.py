@@ -38,6 +38,7 @@ from ckptfs.flow.verify import CheckResult, Scrub
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.model import LOCAL_TIERS, Notifier, Tier
+from ckptfs.quantities import format_count
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
@@ -152,7 +153,7 @@ def _report_silence(db: Database, lane: str, inodes: list[int]) -> None:
     """Name the files or directories whose steps hang at the PFS, or say that none does."""
     value = None
     if inodes:
-        what = "the PFS does not answer for it" + (f", nor for {len(inodes) - 1} others" if len(inodes) > 1 else "")
+        what = "the PFS does not answer for it" + (f", nor for {format_count(len(inodes) - 1, 'other')}" if len(inodes) > 1 else "")
         value = {"what": what, "path": get_shown_path(db, inodes[0]), "remedy": SILENCE_REMEDY}
     with contextlib.suppress(NoSpace):  # The disk of the catalog is full.
         summary.set_trouble(db, f"{SILENCE_TROUBLE} {lane}", value)
