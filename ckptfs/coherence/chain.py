@@ -21,7 +21,7 @@ from ckptfs.coherence import key_state
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import LAST_COMMIT, SharedKey, decode_key, encode_fields, encode_key
 from ckptfs.coherence.value_checks import parse_value
-from ckptfs.errors import StoreUnreachable
+from ckptfs.errors import StoreLost, StoreUnreachable
 from ckptfs.store.kv import WAIT_S, Compare, CompareTarget, Get, Operation, Outcome, Put, Transactions
 
 MOUNT_CHAIN = b""
@@ -54,6 +54,11 @@ class ChainLink:
         """Return the change by which a fence takes this link."""
         return Put(encode_key(self.key), encode_fields({"sequence": self.sequence, "deleted": [], "fence": self.own_revision}))
 
+    def require_kept(self, found: CachedValue) -> None:
+        """Raise StoreLost if the store has an older link than the last one that is known."""
+        if found.revision < self.revision:
+            raise StoreLost(f"the store of the cluster was set back: it has an older {encode_key(self.key).decode()}")
+
     def is_taken(self, found: CachedValue) -> bool:
         """Return True if the key shows that a transaction of this process has taken the link, and no fence."""
         fields = found.fields or {}
@@ -78,11 +83,13 @@ def list_deleted(link_value: CachedValue) -> list[SharedKey]:
 
 
 def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
-    """Return the chain's key after a transaction that put `put`, or else read the key first."""
+    """Return the chain's key after a transaction that put `put`, or else read the key first. Raises StoreLost."""
     if outcome.succeeded:
         return CachedValue(outcome.revision, put.value)
     items = outcome.results[0]
-    return CachedValue(items[0].mod_revision, parse_value(link.key, items[0])) if items else key_state.ABSENT
+    found = CachedValue(items[0].mod_revision, parse_value(link.key, items[0])) if items else key_state.ABSENT
+    link.require_kept(found)
+    return found
 
 
 class ChainedStore:

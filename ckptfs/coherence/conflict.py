@@ -372,10 +372,11 @@ def resolve_conflict(
     recent_deletes: RecentDeletes,
     resolver_class: Callable[..., ConflictResolver] = ConflictResolver,
 ) -> CommitResult:
-    """Handle a refused transaction: record it if it had passed after all, else resolve its conflicts."""
+    """Handle a refused transaction: record it if it had passed after all, else resolve its conflicts. Raises StoreLost."""
     keys = transaction.list_conflict_keys()
     told = read.parse_outcome(keys, outcome)
     found = told.pop(transaction.link.key).value
+    transaction.link.require_kept(found)
     if transaction.link.is_taken(found):
         # The transaction had passed, but the answer was lost and the request was sent again.
         record_commit(db, transaction, found.revision, recent_deletes)

@@ -3,7 +3,8 @@
 - The key `epoch` has a random id. The node that joins an empty store writes it. A store with another epoch or none, or at an earlier
   revision than before, is not the one that this catalog knows: it counts as not answering, until a person runs `ckptfs cluster adopt`.
 - `EpochCheckedStore` reads the epoch with every question and compares it in every change, without additional round trips. A response that
-  is older than a revision known at its request comes from a store that was set back. Both raise StoreLost.
+  is older than a revision known at its request comes from a store that was set back. Both raise StoreLost. So does an older link of a
+  chain of this node (`chain`). The first node that believes it gives that store another epoch: its revision grows.
 - A store that was adopted has `after` in its epoch. Until every node has adopted it, or a person has said that no other node will, what it
   does not say need not be true: `is_adopting`. No node then acts on the PFS or drops copies by what the store says.
 

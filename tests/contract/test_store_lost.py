@@ -18,7 +18,7 @@ from ckptfs.clique import membership
 from ckptfs.coherence import key_state, keys, store_loss
 from ckptfs.coherence.keys import CONTENT, NAME, PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.errors import StoreUnreachable
-from ckptfs.store.kv import Get
+from ckptfs.store.kv import Get, Put
 
 
 def play(directory: Path, act: Callable[..., Awaitable[None]]) -> None:
@@ -168,6 +168,37 @@ async def test_a_store_that_was_set_back_learns_what_it_has_forgotten(etcd: Memo
     etcd.restore(backup)
     await adopt(a, b, c)
     assert await a.tree() == tree
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+@some_nodes
+async def test_a_store_that_was_set_back_is_not_believed_when_it_has_come_as_far(
+    etcd: MemoryEtcd, nodes: list[Node], is_noticed: bool
+) -> None:
+    """P5: leases and figures of the nodes go on in it. `is_noticed`: after the nodes have seen its revision, or before."""
+    a, b, c = nodes
+    await a.build("d/", "d/old")
+    await settled(nodes)
+    backup, revision = etcd.saved(), etcd.revision
+    for node in nodes if is_noticed else nodes[1:2]:
+        await node.make(f"d/new-{node.number}")
+    await settled(nodes)
+    tree = await b.tree()
+    highest, lost = etcd.revision, etcd.revision - revision
+    etcd.restore(backup)
+    if is_noticed:
+        with trio.fail_after(60):
+            await noticed(nodes)
+    for _ in range(lost + 10):
+        MemoryStore(etcd).commit([], [Put(b"s/0001", b"figures")])
+    assert etcd.revision > highest
+    await b.make("d/newer")
+    with trio.fail_after(60):
+        await noticed(nodes)
+    await trio.sleep(60)
+    assert all(node.sharing.is_disconnected and is_reported(node) for node in nodes)
+    await adopt(b, c, a)
+    assert set(await a.tree()) == {*tree, b"/d/newer"}
 
 
 @some_nodes

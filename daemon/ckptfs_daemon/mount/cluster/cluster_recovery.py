@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from dataclasses import replace
 
 import trio
 
@@ -21,12 +22,12 @@ from ckptfs import limits
 from ckptfs.catalog import identity, peer_copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import membership
-from ckptfs.coherence import adopt, read, store_loss
+from ckptfs.coherence import adopt, chain, read, store_loss
 from ckptfs.coherence.keys import SharedKey
 from ckptfs.coherence.read import StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
 from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable
-from ckptfs.store.kv import Get, Outcome, Store, prefix_end, split_changes
+from ckptfs.store.kv import WAIT_S, Get, Outcome, Store, prefix_end, split_changes
 from ckptfs_daemon import ipc
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ async def confirm_or_adopt(db: Database, store: EpochCheckedStore, name: str) ->
     """
     store_loss.record_revision(db, *store.epoch_and_revision)
     with contextlib.suppress(StoreLost):
-        await wait_outcome(store.read_soon([]))
+        await _require_data(db, store, WAIT_S)
         summary.set_trouble(db, store_loss.LOSS_TROUBLE, None)
         return True
     is_ordered = store_loss.get_adoption_step(db) is AdoptionStep.ORDERED
@@ -73,9 +74,18 @@ async def confirm_or_adopt(db: Database, store: EpochCheckedStore, name: str) ->
     if await _confirm_at_members(db, store):
         return True
     if not is_ordered:
+        await _end_epoch(db, store)
         _report_loss(db, "etcd has lost its data, or was set back: this node goes on as an island with all that it knows", ADOPT_REMEDY)
         return False
     return await _begin_adoption(db, store, name)
+
+
+async def _end_epoch(db: Database, store: EpochCheckedStore) -> None:
+    """Give a store that was set back another epoch: it would pass for the one before when its revision has grown."""
+    epoch = store_loss.get_epoch(db) or b""
+    begun = store_loss.build_new_epoch((), epoch)
+    if begun is not None:
+        await wait_outcome(store.inner.commit_soon([store_loss.build_epoch_compare(epoch)], [begun[1]]))
 
 
 def _report_loss(db: Database, what: str, remedy: str) -> None:
@@ -153,7 +163,7 @@ async def _confirm_at_members(db: Database, store: EpochCheckedStore) -> bool:
     """
     members = await trio.to_thread.run_sync(store.members)
     try:
-        replies = [await _has_cluster_data(EpochCheckedStore(member, db)) for member in members]
+        replies = [await _has_cluster_data(db, EpochCheckedStore(member, db)) for member in members]
     finally:
         for member in members:
             member.close()
@@ -169,10 +179,17 @@ async def _confirm_at_members(db: Database, store: EpochCheckedStore) -> bool:
     raise StoreUnreachable(what, remedy=remedy)
 
 
-async def _has_cluster_data(member: EpochCheckedStore) -> bool | None:
+async def _require_data(db: Database, store: EpochCheckedStore, timeout_s: float) -> None:
+    """Raise StoreLost if the store has another epoch, or not all that this catalog has put there."""
+    link = chain.load_next_link(db)
+    reply = await wait_outcome(store.read_soon([link.build_get()], timeout_s=timeout_s))
+    chain.parse_link(link, replace(reply, succeeded=False), link.build_fence())
+
+
+async def _has_cluster_data(db: Database, member: EpochCheckedStore) -> bool | None:
     """Return None if the member does not answer."""
     try:
-        await wait_outcome(member.read_soon([], timeout_s=limits.STORE_PROBE_WAIT_S))
+        await _require_data(db, member, limits.STORE_PROBE_WAIT_S)
     except StoreLost:
         return False
     except CkptfsError:
