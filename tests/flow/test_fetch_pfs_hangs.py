@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from clique_world import LocalCluster, Node, cluster_of, is_done, make_cluster, replicated, until
 from local_node import inject_fault
+from salvage_world import publish
 
 from ckptfs import disk, limits
 from ckptfs.catalog import mover_requests
@@ -57,13 +58,17 @@ def lanes(node: Node, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fetch]:
 def written(cluster: LocalCluster, name: bytes, reader: Node, data: bytes = DATA) -> int:
     """A file of node 1 that the reader finds on the PFS as well; its content."""
     content = cluster.nodes[0].written(name, data)
+    show_on_pfs(reader, content, name, data)
+    return content
+
+
+def show_on_pfs(reader: Node, content: int, name: bytes, data: bytes = DATA) -> None:
     path = reader.root / "pfs" / os.fsdecode(name)
     path.write_bytes(data)
     reader.publish(content)
     inode, found = reader.inode(content), path.stat()
     reader.db.run("UPDATE pfs_file SET mtime_ns = ?, pfs_inode = ? WHERE inode = ?", found.st_mtime_ns, found.st_ino, inode)
-    reader.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (?, ?, ?)", ROOT, name, inode)
-    return content
+    reader.db.run("INSERT OR REPLACE INTO pfs_entry (parent, name, inode) VALUES (?, ?, ?)", ROOT, name, inode)
 
 
 def request(node: Node, content: int) -> int:
@@ -73,6 +78,24 @@ def request(node: Node, content: int) -> int:
 def count_opens() -> int:
     """How many fetches have come to the PFS."""
     return disk._calls["pfs:open"]
+
+
+def test_a_file_that_comes_to_the_pfs_while_its_nodes_do_not_answer_is_read_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """N3: the reader reaches the store and the PFS, and no other node; the store says that the PFS has the file now."""
+    for name, value in {"FETCH_TRIES_MAX": 1, "RETRY_FIRST_S": 0.01, "FETCH_PAUSE_MAX_S": 0.01}.items():
+        monkeypatch.setattr(limits, name, value)
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = one.written(b"file", DATA)
+    publish(one)
+    cluster.cut.add("n1")
+    told = [lambda: show_on_pfs(two, content, b"file")]
+    monkeypatch.setattr(pfs_coordination, "load_inodes", lambda *_: told.pop()() if told else None)
+    with lanes(two, monkeypatch) as flow:
+        flow._salvage_wait = None  # The writer lives: there is nothing to decide.
+        inject_fault(monkeypatch, "")
+        wanted = request(two, content)
+        until(lambda: is_done(two, wanted))
+    assert two.data(content) == DATA
 
 
 def test_files_of_other_nodes_come_while_many_reads_of_the_pfs_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

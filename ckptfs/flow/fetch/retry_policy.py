@@ -43,8 +43,8 @@ class RetryPolicy:
 
         `is_denied`: the nodes that were asked lack it.
 
-        An island cannot ask other nodes, and does not wait. If the file shows a previous content by now, this node learns of it, together
-        with what the PFS shows. A deleted file is tried as long as the node that made its content may answer.
+        An island cannot ask other nodes, and does not wait. This node learns what the file and the PFS show by now. A deleted file is tried
+        as long as the node that made its content may answer.
         """
         if state is None or state.content_id is None or not self.is_connected():
             return False
@@ -59,9 +59,9 @@ class RetryPolicy:
             maker = identity.get_origin_node(number)
             can_answer = not is_denied and maker in self._view_since[0] and maker != self._cluster.node_number
             return can_answer and waited_s < limits.FETCH_PATIENCE_S
+        with suppress(CkptfsError):
+            pfs_coordination.load_inodes(self._db, self._cluster.store, inode)
         if file.content != number:
-            with suppress(CkptfsError):
-                pfs_coordination.load_inodes(self._db, self._cluster.store, inode)
             return waited_s < limits.FETCH_PATIENCE_S + _get_salvage_wait_s()
         if not is_denied and self._is_on_live_node(shared):
             return waited_s < limits.FETCH_PATIENCE_S
