@@ -372,7 +372,7 @@ def resolve_conflict(
     recent_deletes: RecentDeletes,
     resolver_class: Callable[..., ConflictResolver] = ConflictResolver,
 ) -> CommitResult:
-    """Handle a refused transaction: record it if it had passed after all, else resolve its conflicts. Raises StoreLost."""
+    """Resolve the conflicts of a refused transaction, unless it had passed after all. Raises StoreLost."""
     keys = transaction.list_conflict_keys()
     told = read.parse_outcome(keys, outcome)
     found = told.pop(transaction.link.key).value
