@@ -238,8 +238,10 @@ async def test_no_node_acts_by_the_store_until_all_have_adopted(etcd: MemoryEtcd
         for node in connected:
             await node.sharing.report_store()
 
+    nodes[0].db.run("INSERT INTO peer (number, name, domain, incarnation, alive) VALUES (3, 'c', 'c', '', 0)")
     await adopt(*nodes[:2])
     await report(*nodes[:2])
+    assert "c with number 3" in str(summary.list_troubles(nodes[0].db, "adoption")), "a node that was wiped has two numbers"
     for node in nodes[:2]:
         with pytest.raises(StoreUnreachable, match="have not adopted"):
             store_loss.require_adopted(node.db)

@@ -36,7 +36,10 @@ ADOPTION_TROUBLE = "adoption"
 ADOPT_REMEDY = "see why; then run `ckptfs cluster adopt` on one node after the other, first on the one that wrote last"
 _GET_TAKEN = Get(membership.TAKEN_PREFIX, prefix_end(membership.TAKEN_PREFIX))
 _GET_ADOPTED = Get(membership.ADOPTED_PREFIX, prefix_end(membership.ADOPTED_PREFIX))
-REST_REMEDY = "run `ckptfs cluster adopt` there; if they are gone for good: `ckptfs cluster adopt --last` on this node"
+REST_REMEDY = (
+    "run `ckptfs cluster adopt` there; if they are gone for good, as the number that a node had before it was wiped:"
+    " `ckptfs cluster adopt --last` on this node"
+)
 
 
 async def wait_outcome(future: "Future[Outcome]") -> Outcome:
@@ -150,7 +153,8 @@ async def check_adoption(db: Database, store: Store) -> None:
         summary.set_trouble(db, ADOPTION_TROUBLE, None)
         return
     known = peer_copies.list_nodes(db)
-    names = ", ".join(known[one].name if one in known else f"number {one}" for one in missing[: limits.NODES_NAMED_MAX])
+    named = missing[: limits.NODES_NAMED_MAX]
+    names = ", ".join(f"{known[one].name} with number {one}" if one in known else f"number {one}" for one in named)
     what = f"not adopted by {len(missing)} nodes yet ({names}); until then nothing is written back to the PFS or imported from it"
     if what not in str(summary.list_troubles(db, ADOPTION_TROUBLE)):
         summary.set_trouble(db, ADOPTION_TROUBLE, {"what": what, "path": "", "remedy": REST_REMEDY})
