@@ -83,7 +83,7 @@ def list_deleted(link_value: CachedValue) -> list[SharedKey]:
 
 
 def parse_link(link: ChainLink, outcome: Outcome, put: Put) -> CachedValue:
-    """Return the chain's key after a transaction that put `put`, or else read the key first. Raises StoreLost."""
+    """Return the chain's key after a transaction that put `put`, or read the key first. Raises StoreLost."""
     if outcome.succeeded:
         return CachedValue(outcome.revision, put.value)
     items = outcome.results[0]

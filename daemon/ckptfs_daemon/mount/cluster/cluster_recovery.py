@@ -84,7 +84,7 @@ async def confirm_or_adopt(db: Database, store: EpochCheckedStore, name: str) ->
 
 
 async def _end_epoch(db: Database, store: EpochCheckedStore) -> None:
-    """Give a store that was set back another epoch: it would pass for the one before when its revision has grown."""
+    """Give a store that was set back another epoch, because its revision grows."""
     epoch = store_loss.get_epoch(db) or b""
     begun = store_loss.build_new_epoch((), epoch)
     if begun is not None:
