@@ -24,6 +24,7 @@ JSON_BYTES_MAX = 16 << 20
 LAMMPS, LAMMPS_PART, LAMMPS_END = "LAMMPS", "LAMMPS part", b"LammpS RestartT\0"
 _HEAD_BYTES = 512
 _ZIP_COMMENT_MAX = (1 << 16) - 1
+_XML_COMMENTS = re.compile(rb"(?:\s|<!--[^<>]*-->)+\Z")
 _XML_ROOT = re.compile(rb"(?:\s|<!--.*?-->|<[?!][^>]*>)*<([^\s<>/?!]+)", re.DOTALL)
 _ENDS_EARLY = "ends before its {}; its writer did not finish it"
 
@@ -85,8 +86,8 @@ def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFor
         return FileFormat("safetensors", _find_safetensors_flaw(size, head, read))
     if extension == "json":
         return FileFormat("json", _find_json_flaw(size, head, read))
-    if extension == "xml" and (root := _XML_ROOT.match(head)):
-        return FileFormat("xml", _find_xml_flaw(root, size, read))
+    if extension == "xml" and head.startswith(b"<"):
+        return FileFormat("xml", _find_xml_flaw(size, head, read))
     if read(size - min(size, len(LAMMPS_END)), len(LAMMPS_END)) == LAMMPS_END:
         return FileFormat(LAMMPS_PART)  # Only its end tells.
     if extension in _BY_EXTENSION:
@@ -297,10 +298,13 @@ def _find_json_flaw(size: int, _: bytes, read: ReadRange) -> str:
     return ""
 
 
-def _find_xml_flaw(root: re.Match[bytes], size: int, read: ReadRange) -> str:
-    """Find the flaw of an XML document, which ends with the tag that closes its first one."""
-    tail = read(max(0, size - _HEAD_BYTES), min(size, _HEAD_BYTES)).rstrip()
-    is_ended = tail.endswith(b"</%s>" % root[1]) or re.fullmatch(rb"[^<>]*/>", root.string[root.end() :].rstrip())
+def _find_xml_flaw(size: int, head: bytes, read: ReadRange) -> str:
+    """Find the flaw of an XML document, which ends with the tag that closes its first one, and comments."""
+    root = _XML_ROOT.match(head)
+    if root is None:
+        return _ENDS_EARLY.format("first tag") if size <= len(head) else ""
+    tail = _XML_COMMENTS.sub(b"", read(max(0, size - _HEAD_BYTES), min(size, _HEAD_BYTES)))
+    is_ended = tail.endswith(b"</%s>" % root[1]) or re.fullmatch(rb"[^<>]*/>", head[root.end() :].rstrip())
     return "" if is_ended else _ENDS_EARLY.format("last tag")
 
 

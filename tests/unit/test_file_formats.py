@@ -101,9 +101,14 @@ WRITERS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("trainer_state.json", "json", lambda path: path.write_text(json.dumps({"step": 1, "log": [1, 2, {"a": None}]}))),
     ("state.xml", "xml", lambda path: path.write_bytes(b'<State time="1">\n' + b'  <Position x="1"/>\n' * 40 + b"</State>")),
     ("empty.xml", "xml", lambda path: path.write_bytes(b'<State time="1"/>')),
+    ("prolog.xml", "xml", lambda path: path.write_bytes(b"<?xml version='1.0'?>\n<!-- by q -->\n<q:a x='1'><b>1</b></q:a>")),
     ("state.cpt", "GROMACS", lambda path: path.write_bytes(GROMACS)),
     ("melt.100.restart", "LAMMPS", lambda path: path.write_bytes(LAMMPS)),
 ]
+
+
+def test_comments_may_follow_an_xml_document() -> None:
+    assert inspect("a.xml", b"<a><b>1</b></a>\n<!-- 7 s -->\n").is_whole and not inspect("a.xml", b"<a><b>1</b>\n<!-- 7 s -->\n").is_whole
 
 
 @pytest.mark.parametrize(("name", "format_name", "write"), WRITERS, ids=[name for name, _, _ in WRITERS])
