@@ -10,7 +10,7 @@ from clique_world import MIB, LocalCluster, Node, cluster_of, is_at_rest, level,
 from local_node import inject_fault, run_until_idle
 
 from ckptfs import disk, limits, step_durations
-from ckptfs.catalog import contents, copies, exposure, peer_copies
+from ckptfs.catalog import contents, copies, exposure, peer_copies, summary
 from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.clique import locations
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed
@@ -175,6 +175,30 @@ def test_a_living_peer_that_is_unreachable_is_notified_later(tmp_path: Path, mon
     until(lambda: {copy.node for copy in peer_copies.list_unneeded(one.db, 1000)} == {2}, flow.step)
     cluster.cut.clear()
     until(lambda: two.host.reported_unneeded == set(range(1000, 1200)) and not peer_copies.list_unneeded(one.db, 1), flow.step)
+
+
+@pytest.mark.parametrize("end", ["reached", "dead", "replicated elsewhere"])
+def test_a_node_that_lives_and_cannot_be_reached_is_a_trouble_while_files_need_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """X11: etcd answers both nodes, so nothing else tells. A revoked node, which all others refuse, is such a one."""
+    monkeypatch.setattr(limits, "NODE_LEASE_S", 0.3)
+    cluster, one, two, three = make_cluster(tmp_path, 3)
+    three.kill()
+    cluster.cut.add("n2")
+    content = one.written(b"a", b"hello")
+    flow = replicate_of(one)
+    until(lambda: summary.list_troubles(one.db, "copies"), flow.step)
+    ((_, value, _),) = summary.list_troubles(one.db, "copies")
+    assert value["what"] == "files wait for copies: n2 does not answer" and value["remedy"]
+    if end == "reached":
+        cluster.cut.clear()
+    elif end == "dead":
+        two.kill()
+    else:
+        three.revive()
+    until(lambda: not summary.list_troubles(one.db), flow.step)
+    assert (level(one, content) is Level.CLIQUE) is (end != "dead")
 
 
 def behind(node: Node) -> tuple[int, int, int]:

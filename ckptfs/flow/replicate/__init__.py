@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 
 from ckptfs import disk, limits, step_durations
-from ckptfs.catalog import exposure, peer_copies
+from ckptfs.catalog import exposure, peer_copies, summary
 from ckptfs.catalog.contents import expire_previous, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 disk.declare_labels("replicate:check:read", "replicate:counted")
 
 BATCH_CONTENTS = 256
+UNREACHABLE_TROUBLE = "copies"
+UNREACHABLE_REMEDY = "check the network between the nodes, their `listen=` ports and their keys: `ckptfs doctor` on both"
 FORGET_BATCH = locations.LOAD_CONTENTS_MAX
 
 
@@ -56,6 +58,10 @@ class Replicate:
         self._commit_lock = threading.Lock()
         self._after = 0
         self._urgent_groups: tuple[tuple[int, ...], ...] = ()
+        self._failures: dict[int, str] = {}
+        """The last failure of each peer."""
+        self._unreachable: list[int] = []
+        """The peers that the trouble names."""
 
     def step(self) -> bool:
         """Queue one batch of under-replicated contents. Return True if there may be more at once."""
@@ -85,6 +91,7 @@ class Replicate:
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def _plan_batch(self) -> bool:
+        self._report_unreachable()
         if not self._cluster.has_peers():
             return False
         # If this step fails, the next one begins with the first content.
@@ -132,6 +139,17 @@ class Replicate:
             if node.number not in holding_nodes:
                 self._queues.put(node, content, tier)
 
+    def _report_unreachable(self) -> None:
+        """Say which nodes cannot be reached although they count as alive, while files wait for copies."""
+        view = self._cluster.view()
+        nodes = [number for number in self._backoff.list_failing() if number in view]
+        if nodes and not peer_copies.list_under_replicated(self._db, 0, 1):
+            nodes = []
+        if nodes != self._unreachable:
+            what = "files wait for copies: " + "; ".join(self._failures.get(number, "") for number in nodes[:3])
+            summary.set_trouble(self._db, UNREACHABLE_TROUBLE, {"what": what, "path": "", "remedy": UNREACHABLE_REMEDY} if nodes else None)
+            self._unreachable = nodes
+
     # --- sending, in the peers' threads ------------------------------------------------------------------------------
 
     def _send(self, node: Node, jobs: Sequence[Job]) -> bool:
@@ -167,6 +185,7 @@ class Replicate:
         elif isinstance(failure, PeerCorrupt):
             self._verify_own_copy(node, content, tier, failure)
         elif isinstance(failure, PeerFailed):
+            self._failures[node.number] = str(failure)
             if is_unchanged(self._db, content) and self._backoff.record_failure(node.number):
                 log.info("node %s: cannot be reached for copies: %s", node.name, failure)
         else:

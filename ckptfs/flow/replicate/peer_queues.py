@@ -176,6 +176,11 @@ class PeerBackoff:
                 self._contents.clear()
             self._contents[node, content] = _build_next_wait(self._contents.get((node, content)))
 
+    def list_failing(self) -> list[int]:
+        """Return the peers that have failed for longer than a dead node counts as alive."""
+        with self._lock:
+            return [node for node, (_, delay_s) in self._nodes.items() if delay_s > limits.NODE_LEASE_S]
+
     def record_success(self, node: int) -> None:
         with self._lock:
             self._nodes.pop(node, None)
