@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import trio
+
 from ckptfs import limits
 from ckptfs.catalog import contents, handles, inodes, mover_requests, namespace
 from ckptfs.catalog.database import Database
@@ -37,13 +39,43 @@ from pyfuse3 import EntryAttributes  # isort: skip
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+TIMES_WAIT_S = 0.2
 SCANS_PER_REQUEST_MAX = 3
 """How many scans one request may ask for: a rename needs two directories, and a third one if its target was replaced meanwhile."""
 
 
+class RenamedFiles:
+    """Files that were renamed, and whose times the kernel has not sent yet. Belongs to the trio thread.
+
+    With a writeback cache the kernel keeps the times of files, and sends them before rename(2) returns. If the program is killed before
+    that, the kernel notes an error for the file, which the next close(2) returns to another program. It forgets the error with the file.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[int, tuple[float, int, bytes]] = {}
+
+    def add(self, inode: int, parent: int, name: bytes) -> None:
+        self._files[inode] = trio.current_time(), parent, name
+
+    def remove(self, inode: int) -> None:
+        """Note that the kernel has sent the times of a file."""
+        self._files.pop(inode, None)
+
+    async def run(self, forget: Callable[[int, bytes], None]) -> None:
+        """Have the kernel forget the names of files whose times do not come. A task. `forget` is called in a thread."""
+        while True:
+            await trio.sleep(TIMES_WAIT_S)
+            until_s = trio.current_time() - TIMES_WAIT_S
+            for inode, (at_s, parent, name) in list(self._files.items()):
+                if at_s > until_s or self._files.pop(inode, None) is None:
+                    continue
+                with contextlib.suppress(OSError):
+                    await trio.to_thread.run_sync(forget, parent, name, abandon_on_cancel=True)
+
+
 @dataclass(frozen=True, slots=True)
 class MountContext:
-    """The services of a mount process. The last two are None outside a cluster."""
+    """The services of a mount process. The prefetch and the lease are None outside a cluster."""
 
     config: Config
     data_path: DataPath
@@ -56,6 +88,7 @@ class MountContext:
     shared_namespace: LocalNamespace = field(default_factory=LocalNamespace)
     prefetch: LookupPrefetch | None = None
     standby_lease: StandbyLease | None = None
+    renamed_files: RenamedFiles = field(default_factory=RenamedFiles)
 
     def get_inode(self, inode: int) -> Inode:
         return inodes.get(self.db, inode)

@@ -134,6 +134,8 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         nursery.start_soon(killable.end_waits, name="waits of killed callers")
         nursery.start_soon(_route_messages, context, tracker, name="messages")
         nursery.start_soon(orphans.run_deletion, name="orphans")
+        if context.open_files.kernel_owns_times:
+            nursery.start_soon(context.renamed_files.run, pyfuse3.invalidate_entry, name="renamed files")
         if not context.config.is_read_only:
             nursery.start_soon(tracker.run, name="checkpoint sets")
         nursery.start_soon(run_reports, context.db, context.open_files.list_ways, name="report of handles")

@@ -63,6 +63,8 @@ class AttributeHandlers:
     async def setattr(self, inode: int, attr: EntryAttributes, fields: "SetattrFields", fh: int | None) -> EntryAttributes:
         """Serve chmod, chown, truncate and utimens, also several at once."""
         request = get_current_request()
+        if fields.update_ctime:
+            self._context.renamed_files.remove(inode)
         if await self._changes.get_replayed_reply(request) is not None:
             return self._build_reply(inode)
         if fields.update_size:
