@@ -62,7 +62,10 @@ class RenamedFiles:
         self._files.pop(inode, None)
 
     async def run(self, forget: Callable[[int, bytes], None]) -> None:
-        """Have the kernel forget the names of files whose times do not come. A task. `forget` is called in a thread."""
+        """Have the kernel forget the names of files whose times do not come. A task.
+
+        `forget` gets directory and name. It is called in a thread.
+        """
         while True:
             await trio.sleep(TIMES_WAIT_S)
             until_s = trio.current_time() - TIMES_WAIT_S
