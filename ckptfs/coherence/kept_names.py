@@ -22,10 +22,15 @@ def list_replaced(db: Database, transaction: StoreTransaction) -> dict[int, Valu
     """Return files of the history whose content a transaction replaces, and their values in the store."""
     found = {}
     for key, raw in transaction.new_values.items():
-        known, now = key_state.get_cached(db, key).fields, keys.decode_value(raw)
-        if key.kind != INODE or not known or not now or known.get("content") in (None, now.get("content")):
+        known = key_state.get_cached(db, key).fields if key.kind == INODE else None
+        if not known or known.get("content") is None or not keys.count_in_history(known["names"]):
             continue
-        if keys.count_in_history([name for name in now["names"] if name in known["names"]]):
+        now = keys.decode_value(raw)
+        if (
+            now
+            and known["content"] != now.get("content")
+            and keys.count_in_history([name for name in now["names"] if name in known["names"]])
+        ):
             found[key.number] = known
     return found
 
