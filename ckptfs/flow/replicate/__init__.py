@@ -65,6 +65,7 @@ class Replicate:
 
     def step(self) -> bool:
         """Queue one batch of under-replicated contents. Return True if there may be more at once."""
+        self._report_unreachable()
         with self._planning_lock:
             more = self._plan_batch()
         if not more:
@@ -91,7 +92,6 @@ class Replicate:
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def _plan_batch(self) -> bool:
-        self._report_unreachable()
         if not self._cluster.has_peers():
             return False
         # If this step fails, the next one begins with the first content.
