@@ -99,8 +99,8 @@ class ReintegrationResolver(ConflictResolver):
                 self._contested_names.add(key)
             else:
                 self._conflicting_names[key] = store_value.value
-        elif key.kind == INODE and self._is_losing_last_name(key, store_value.value.fields) and (names := self._list_names_of(key.number)):
-            self._contested_names |= names
+        elif key.kind == INODE and self._is_losing_last_name(key, store_value.value.fields) and (live := self._list_live_names(key.number)):
+            self._contested_names |= live
         else:
             super()._handle_difference(key, store_value)
 
@@ -112,6 +112,10 @@ class ReintegrationResolver(ConflictResolver):
         known, ours = key_state.get_cached(self._db, key).fields or {}, get_value(self._db, key)
         is_written = theirs is not None and any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
         return is_written and (ours is None or ("names" in ours and not list_shared_names(self._db, key.number, theirs)))
+
+    def _list_live_names(self, inode: int) -> set[SharedKey]:
+        """Return the dirty names of a file outside sets: the removal of a set is whole, or none."""
+        return {name for name in self._list_names_of(inode) if not identity.is_history_directory(name.number)}
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
         """Keep what this node made, with its contents."""
@@ -143,7 +147,8 @@ class ReintegrationResolver(ConflictResolver):
         """Resolve a name that both sides changed."""
         here, before, there = self._get_local_child(key), self._get_store_child(key), int((now.fields or {"child": 0})["child"])
         self._inodes_to_recount |= {key.number, here, before, there} - {0}
-        if not here:
+        is_link_of_set = identity.is_history_directory(key.number) and stat.S_ISREG((now.fields or {}).get("type", 0))
+        if not here and not is_link_of_set:
             self._take_store_name(key, now)
             return
         if there not in (0, here):
@@ -152,7 +157,8 @@ class ReintegrationResolver(ConflictResolver):
                 write_value(self._db, SharedKey(INODE, there), known)  # This node has forgotten it; its deletion is not published.
             child = self._extra_values.get(SharedKey(INODE, there))
             if self._get_mode(there):
-                self._resolve_both_named(key, here, there, now)
+                if here:  # Else this node removed the set, which goes as a whole.
+                    self._resolve_both_named(key, here, there, now)
             elif child is None or child.value.raw is not None:
                 return  # It is not known yet. The next transaction finds out.
             # Without an inode the name leads nowhere, or the next transaction finds out that it is gone.

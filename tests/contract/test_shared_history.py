@@ -355,6 +355,30 @@ async def test_a_set_keeps_the_state_that_others_showed_while_an_island_had_a_ne
         assert node.db.value("SELECT salvaged FROM inode WHERE id = ?", inode) is None
 
 
+@pytest.mark.parametrize("is_separated", [True, False])
+@two_nodes
+async def test_a_set_that_an_island_removed_is_gone_if_others_wrote_a_file_of_it(a: Node, b: Node, is_separated: bool) -> None:
+    """T6: the island removed the file, too. The file comes back, the set does not."""
+    inode = (await a.make("f1")).id
+    await make_closed(a, inode)
+    await a.make("f2")
+    await keep(a, "f1", "f2")
+    await read_history(b)
+    for name in ("f1", "f2"):
+        await b.stat(name)
+    b.cut(True)
+    await b.unlink("f1")
+    (known,) = history.list_series(b.db)
+    with b.db.transaction():
+        delete_whole_set(b.db, history.list_sets(b.db, known.directory)[0].directory)
+    if is_separated:
+        await separate(a, "f1")
+    await a._agreed(lambda db: db.run("UPDATE inode SET generation = generation + 1 WHERE id = ?", inode), (), [inode])
+    await reconnect(b)
+    for node in (a, b):
+        assert (await read_history(node), await node.names()) == ({}, [b"f1", b"f2"])
+
+
 @two_nodes
 async def test_two_nodes_give_two_sets_of_a_series_two_numbers(a: Node, b: Node) -> None:
     """T6: while this node begins its set, the other one begins and ends another."""
