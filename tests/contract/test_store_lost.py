@@ -193,7 +193,7 @@ async def test_a_store_that_was_set_back_is_not_believed_when_it_has_come_as_far
         MemoryStore(etcd).commit([], [Put(b"s/0001", b"figures")])
     assert etcd.revision > highest
     await b.make("d/newer")
-    with trio.fail_after(600):
+    with trio.fail_after(60):
         await noticed(nodes)
     await trio.sleep(60)
     assert all(node.sharing.is_disconnected and is_reported(node) for node in nodes)
