@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
+from shared_catalogs import reconnect
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
 from simulated_mount import list_history, simulate
 
@@ -235,3 +236,26 @@ def test_an_island_that_has_read_a_set_and_not_its_file_keeps_the_bytes_of_the_s
         assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
 
     simulate(act, 1)
+
+
+def test_an_island_that_writes_a_file_again_gives_its_set_no_other_bytes() -> None:
+    """P7: no other node has the bytes, so the set cannot be read then. The island does not know the set, which another node made."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        island, maker = cluster.nodes[1], cluster.nodes[2]
+        island.tracking.cancel()
+        await island.mkdir("step_1")
+        for node, data in ((island, b"former"), (maker, b"others")):
+            await node.write(f"step_1/part_{node.number}-of-2.bin", data)
+            await trio.sleep(SETTLE_S / 4)
+        assert "step_*/step_1@1" in await list_history(maker)
+        island.cut(True)
+        await trio.sleep(SETTLE_S / 4)
+        await island.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0)
+        await reconnect(island)
+        assert [await node.mount.read("step_1/part_1-of-2.bin") for node in cluster.living] == [b"newest"] * 3
+        ((_, names),) = (await list_history(maker)).items()
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            await maker.mount.read_inode(names["part_1-of-2.bin"])
+
+    simulate(act, 1, factor=1)

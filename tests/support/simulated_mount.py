@@ -121,7 +121,7 @@ async def list_history(node: SimulatedNode) -> dict[str, dict[str, int]]:
     return found
 
 
-def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], seed: int, *rules: RetentionRule) -> None:
+def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], seed: int, *rules: RetentionRule, factor: int = 2) -> None:
     """Run a cluster of nodes that track sets; with rules, on a PFS."""
 
     async def run(cluster: SimulatedCluster, dice: random.Random) -> Costs:
@@ -137,4 +137,4 @@ def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], 
             nursery.cancel_scope.cancel()
         return Costs(NODES)
 
-    run_simulated(NODES, run, seed=seed, with_pfs=bool(rules))
+    run_simulated(NODES, run, seed=seed, factor=factor, with_pfs=bool(rules))

@@ -15,6 +15,7 @@ import logging
 import os
 import stat
 import time
+from dataclasses import replace
 
 import trio
 
@@ -130,8 +131,11 @@ class OpenAttempt:
             raise posix_error(errno.EINVAL)
         if held.has_newer_generation and in_cluster and trio.current_time() < self._announce_deadline_s:
             raise MustWait(self._wait_and_refresh)
+        is_island = self._context.shared_namespace.is_disconnected
+        if is_island and self._open_request.is_writer and held.state is ContentState.SEALED:
+            held = replace(held, is_on_other_nodes=True)  # Others may make a set of it, which keeps this content.
         # An island may have read a name in the history, and not yet the inode that counts it.
-        is_kept = held.inode.history or (self._context.shared_namespace.is_disconnected and history.list_names(self._db, held.inode.id))
+        is_kept = held.inode.history or (is_island and history.list_names(self._db, held.inode.id))
         self.separates = bool(is_kept) and self._open_request.is_writer
         if self.separates:
             return separation.separate_for_writer(

@@ -14,7 +14,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
 
 import trio
 
@@ -85,9 +84,9 @@ def separate_for_writer(
     if shared_namespace.is_shared and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
     if not history.list_names(context.db, inode):
-        # An island cannot change names that only the store knows. Its return leaves them this content, which is not written in place.
+        # An island cannot change names that only the store knows. Its return leaves them this content.
         key_state.doubt_cached(context.db, SharedKey(INODE, inode))
-        return replace(held, is_on_other_nodes=held.state is ContentState.SEALED)
+        return held
     is_alone = inode not in context.open_files.by_inode
     target = choose_write_target(held, truncate=False)
     if target is WriteTarget.NEW or (truncates and is_alone and not held.is_remote and target is not WriteTarget.FETCH):
