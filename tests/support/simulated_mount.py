@@ -81,10 +81,15 @@ class SimulatedMount:
     async def overwrite(self, path: str, data: bytes, open_s: float, flags: int = os.O_WRONLY) -> None:
         """Open for writing in place, write at once and after a while, close."""
         handle = await self.open(path, flags)
-        await self.files.write(handle, 0, data[:1])
+        await self._write(handle, data[:1])
         await trio.sleep(open_s)
-        await self.files.write(handle, 0, data)
+        await self._write(handle, data)
         await self.close(handle)
+
+    async def _write(self, handle: int, data: bytes) -> None:
+        await self.files.write(handle, 0, data)
+        now_ns = self.node.cluster.time.now_ns()  # The kernel has another clock, by which a file would never be quiet.
+        os.utime(self.context.open_files.get_file(handle).fd, ns=(now_ns, now_ns))
 
     async def read(self, path: str) -> bytes:
         return await self.read_inode((await self.node.stat(path)).id)
