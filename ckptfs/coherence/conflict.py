@@ -381,10 +381,15 @@ def resolve_conflict(
         # The transaction had passed, but the answer was lost and the request was sent again.
         record_commit(db, transaction, found.revision, recent_deletes)
         return CommitResult()
-    with key_state.change_unmarked(db):
-        key_state.set_cached(db, transaction.link.key, found)
-        refusal = resolver_class(db, transaction, told, outcome.revision, recent_deletes)
-        for directory, items in zip(transaction.required_empty, outcome.results[len(keys) :], strict=False):
-            if items:
-                refusal.mark_not_empty(directory)
-        return refusal.resolve()
+    with db.transaction():
+        with key_state.change_unmarked(db):
+            key_state.set_cached(db, transaction.link.key, found)
+            refusal = resolver_class(db, transaction, told, outcome.revision, recent_deletes)
+            for directory, items in zip(transaction.required_empty, outcome.results[len(keys) :], strict=False):
+                if items:
+                    refusal.mark_not_empty(directory)
+            result = refusal.resolve()
+        for key in told:
+            if key.kind == INODE:
+                read.restore_own_state(db, key.number)
+    return result

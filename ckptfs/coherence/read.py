@@ -85,7 +85,7 @@ def apply_values(db: Database, store_values: Mapping[SharedKey, StoreValue], rec
                     nameless.append(key.number)
         for key, one in found.items():
             if key.kind == INODE and b'"missed"' in (one.value.raw or b""):
-                _restore_own_state(db, key.number)
+                restore_own_state(db, key.number)
     return nameless
 
 
@@ -95,7 +95,7 @@ def record_values(db: Database, values: Iterable[tuple[SharedKey, Value | None, 
     apply_values(db, store_values, RecentDeletes())
 
 
-def _restore_own_state(db: Database, inode: int) -> None:
+def restore_own_state(db: Database, inode: int) -> None:
     """Show the lost state of a file if this node wrote it and has it. Joins the caller's transaction.
 
     A node that stood still was taken for dead. Its programs go on with what they closed; an open must not wait until others know.

@@ -35,7 +35,6 @@ from ckptfs.coherence.keys import (
     Value,
     build_conflict_names,
     build_row_name,
-    count_in_history,
     get_value,
     list_local_names,
     list_shared_names,
@@ -363,18 +362,14 @@ class ReintegrationResolver(ConflictResolver):
             self._inodes_to_recount |= {key.number, *(name.number for name in names)}
 
     def _split_file(self, key: SharedKey, base: Value, ours: Value, theirs: Value) -> bool:
-        """Make what this node wrote a file of its own if others wrote it, too, or made it a part of a set.
+        """Make what this node wrote a file of its own if others wrote it, too.
 
-        Also if they took it for lost, and made a set of the state that they show. Returns False if none of that is so, or if the bytes are
-        not on this node.
+        Returns False if one side did not write it, if others only took this node's for lost, or if the bytes are not on this node.
         """
-        content, (have_we, have_others) = ours.get("content"), merge.list_written(base, ours, theirs)
-        is_former = merge.is_showing_former(theirs, base, ours)
-        is_contested = have_others and not is_former
-        kept = [name for name in list_shared_names(self._db, key.number, theirs) if name in theirs.get("names", ())]
-        is_in_set, is_in_new_set = (count_in_history(names) > 0 for names in (kept, [name for name in kept if name not in base["names"]]))
-        is_split = (have_we and (is_contested or is_in_set)) or (is_former and is_in_new_set)
-        if not is_split or content in (None, theirs.get("content")) or not journal.has_local_copy(self._db, content):
+        content = ours.get("content")
+        if not all(merge.list_written(base, ours, theirs)) or merge.is_showing_former(theirs, base, ours):
+            return False
+        if content in (None, theirs.get("content")) or not journal.has_local_copy(self._db, content):
             return False
         made = identity.allocate_id(self._db, "inode")
         assert made is not None
@@ -382,22 +377,19 @@ class ReintegrationResolver(ConflictResolver):
         write_value(self._db, SharedKey(INODE, made), ours)
         self._inodes_to_recount |= {made, key.number}
         self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, content)])
-        is_later = not is_contested or merge.get_write_order(ours) > merge.get_write_order(theirs)
-        self._name_split_file(key.number, made, later=is_later, keeps_theirs=is_contested)
+        self._name_split_file(key.number, made, later=merge.get_write_order(ours) > merge.get_write_order(theirs))
         self._append_journal_row("content", made, content=content)
         return True
 
-    def _name_split_file(self, theirs: int, ours: int, *, later: bool, keeps_theirs: bool) -> None:
+    def _name_split_file(self, theirs: int, ours: int, *, later: bool) -> None:
         """Give the name to the later of two files, and a conflict name to the other one.
 
-        Without `keeps_theirs` all names but those in the history are ours. So are those in sets that only this node knows.
+        Names in sets that only this node knows are ours.
         """
         names = list_local_names(self._db, theirs)
         for key in [name for name in names if identity.is_history_directory(name.number) and self._get_store_child(name) != theirs]:
             self._insert_name(key, ours)
-        names = [name for name in names if not identity.is_history_directory(name.number)]
-        for key in names[:1] if keeps_theirs else names:
-            if keeps_theirs:
-                self._add_conflict_name(key, theirs if later else ours)
+        for key in [name for name in names if not identity.is_history_directory(name.number)][:1]:
+            self._add_conflict_name(key, theirs if later else ours)
             if later:
                 self._insert_name(key, ours)
