@@ -44,36 +44,38 @@ SCANS_PER_REQUEST_MAX = 3
 """How many scans one request may ask for: a rename needs two directories, and a third one if its target was replaced meanwhile."""
 
 
-class RenamedFiles:
-    """Files that were renamed, and whose times the kernel has not sent yet. Belongs to the trio thread.
+class UnsentTimes:
+    """Files whose times the kernel has yet to send. Belongs to the trio thread.
 
-    With a writeback cache the kernel keeps the times of files, and sends them before rename(2) returns. If the program is killed before
-    that, the kernel notes an error for the file, which the next close(2) returns to another program. It forgets the error with the file.
+    With a writeback cache the kernel keeps the times of files, and sends them before a call that changes a name or an extended attribute
+    returns. If the program is killed before that, the kernel notes an error for the file, which the next close(2) returns to another
+    program. It forgets the error with the file.
     """
 
     def __init__(self) -> None:
-        self._files: dict[int, tuple[float, int, bytes]] = {}
+        self._files: dict[int, float] = {}
 
-    def add(self, inode: int, parent: int, name: bytes) -> None:
-        self._files[inode] = trio.current_time(), parent, name
+    def add(self, inode: int) -> None:
+        self._files[inode] = trio.current_time()
 
     def remove(self, inode: int) -> None:
         """Note that the kernel has sent the times of a file."""
         self._files.pop(inode, None)
 
-    async def run(self, forget: Callable[[int, bytes], None]) -> None:
+    async def run(self, list_names: Callable[[int], list[tuple[int, bytes]]], forget: Callable[[int, bytes], None]) -> None:
         """Have the kernel forget the names of files whose times do not come. A task.
 
-        `forget` gets directory and name. It is called in a thread.
+        `list_names` returns directory and name of each. `forget` gets these, and is called in a thread.
         """
         while True:
             await trio.sleep(TIMES_WAIT_S)
             until_s = trio.current_time() - TIMES_WAIT_S
-            for inode, (at_s, parent, name) in list(self._files.items()):
+            for inode, at_s in list(self._files.items()):
                 if at_s > until_s or self._files.pop(inode, None) is None:
                     continue
-                with contextlib.suppress(OSError):
-                    await trio.to_thread.run_sync(forget, parent, name, abandon_on_cancel=True)
+                for name in list_names(inode):
+                    with contextlib.suppress(OSError):
+                        await trio.to_thread.run_sync(forget, *name, abandon_on_cancel=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +93,16 @@ class MountContext:
     shared_namespace: LocalNamespace = field(default_factory=LocalNamespace)
     prefetch: LookupPrefetch | None = None
     standby_lease: StandbyLease | None = None
-    renamed_files: RenamedFiles = field(default_factory=RenamedFiles)
+    unsent_times: UnsentTimes = field(default_factory=UnsentTimes)
 
     def get_inode(self, inode: int) -> Inode:
         return inodes.get(self.db, inode)
+
+    def expect_times(self, *inodes: Inode | None) -> None:
+        """Note that the kernel sends the times of those inodes that are files, if it keeps them."""
+        for inode in inodes if self.open_files.kernel_owns_times else ():
+            if inode is not None and inode.is_file:
+                self.unsent_times.add(inode.id)
 
     def build_reply(self, inode: Inode) -> EntryAttributes:
         """Return the current attributes of `inode`; size and times of an open file come from its backing file."""

@@ -9,13 +9,14 @@ Crash safety: the supervisor keeps the connection and starts the next mount proc
 """
 
 import contextlib
+import functools
 import queue
 import socket
 
 import trio
 
 from ckptfs import limits, series, server_limits
-from ckptfs.catalog import copies, pfs_hold, set_members
+from ckptfs.catalog import copies, pfs_hold, scans, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.cgroups import MemoryLimits
@@ -135,7 +136,8 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         nursery.start_soon(_route_messages, context, tracker, name="messages")
         nursery.start_soon(orphans.run_deletion, name="orphans")
         if context.open_files.kernel_owns_times:
-            nursery.start_soon(context.renamed_files.run, pyfuse3.invalidate_entry, name="renamed files")
+            list_names = functools.partial(scans.list_names, context.db)
+            nursery.start_soon(context.unsent_times.run, list_names, pyfuse3.invalidate_entry, name="unsent times")
         if not context.config.is_read_only:
             nursery.start_soon(tracker.run, name="checkpoint sets")
         nursery.start_soon(run_reports, context.db, context.open_files.list_ways, name="report of handles")

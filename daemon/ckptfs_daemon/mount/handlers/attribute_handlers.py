@@ -64,7 +64,7 @@ class AttributeHandlers:
         """Serve chmod, chown, truncate and utimens, also several at once."""
         request = get_current_request()
         if fields.update_ctime:
-            self._context.renamed_files.remove(inode)
+            self._context.unsent_times.remove(inode)
         if await self._changes.get_replayed_reply(request) is not None:
             return self._build_reply(inode)
         if fields.update_size:
@@ -220,9 +220,11 @@ class AttributeHandlers:
         if await self._changes.get_replayed_reply(request) is not None:
             return
 
-        def act(db: Database, _: bool) -> None:
-            self._context.get_inode(inode)
+        def act(db: Database, _: bool) -> Inode:
+            row = self._context.get_inode(inode)
             handles.record_reply(db, request.number)
             change(db)
+            return row
 
-        await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act), inodes=[inode])
+        changed = await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act), inodes=[inode])
+        self._context.expect_times(changed)

@@ -138,10 +138,6 @@ class NamespaceHandlers:
             return ownership.can_rename(self._context.db, parent_inode_old, name_old, parent_inode_new, name_new, flags)
 
         self._orphans.track(await self._change_names(rename, names, creates=True, removed=names[1], is_own=is_own))
-        if self._context.open_files.kernel_owns_times:
-            for parent, name in names:
-                if (found := namespace.find_child(self._context.db, parent, name)) is not None and found.is_file:
-                    self._context.renamed_files.add(found.id, parent, name)
 
     async def _change_names(
         self,
@@ -170,6 +166,7 @@ class NamespaceHandlers:
 
         shared_namespace = self._context.shared_namespace
         changed = await shared_namespace.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
+        self._context.expect_times(replaced, *(namespace.find_child(self._context.db, *place) for place in names))
         self._tracker.wake()
         return changed
 
