@@ -112,7 +112,11 @@ class Database:
         """Return this thread's connection."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = self._local.connection = _connect(self.path, self._log_pages, self._hooks)
+            try:
+                connection = self._local.connection = _connect(self.path, self._log_pages, self._hooks)
+            except sqlite3.OperationalError as failure:
+                _require_present(self.path)
+                raise self._translate(failure) or failure from failure
             held = self._local.held = _ThreadConnection(connection)
             with self._lock:
                 self._connections.add(held)
@@ -241,6 +245,16 @@ def delete_clean_start(db: Database) -> bool:
     return is_clean
 
 
+def _require_present(path: Path) -> None:
+    """Raise CatalogUnavailable if the catalog is not at its path any more.
+
+    Connections that are open go on.
+    """
+    if not path.exists():
+        problem = f"the catalog {path} is gone: it or its directory was moved or removed while ckptfs runs"
+        raise CatalogUnavailable(problem, remedy="move it back; if it is lost, unmount, and mount under another name")
+
+
 def create(path: Path) -> None:
     """Create a catalog with only the root directory, whole or not at all, unless it exists."""
     if path.exists():
@@ -353,6 +367,7 @@ def _open_known(path: Path) -> Iterator[sqlite3.Connection]:
     try:
         connection = sqlite3.connect(f"file:{path}?mode=rw", uri=True, isolation_level=None, timeout=limits.CATALOG_BUSY_S)
     except sqlite3.Error as failure:
+        _require_present(path)
         raise CatalogDamaged(f"the catalog {path} cannot be opened: {failure}", remedy=remedy) from failure
     try:
         if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION_ID:

@@ -33,6 +33,7 @@ from pathlib import Path
 from ckptfs import disk, limits, procfs
 from ckptfs.errors import posix_error
 from ckptfs.model import file_name
+from ckptfs.tiers import health
 from ckptfs.tiers.tier_root import TierRoot
 
 disk.declare_labels(
@@ -95,7 +96,12 @@ class PreparedFiles:
 
     def list_files(self) -> list[PreparedFile]:
         """Return what can be taken, in no order."""
-        return _parse_names(os.listdir(self._directory))
+        try:
+            return _parse_names(os.listdir(self._directory))
+        except OSError as failure:
+            if not health.is_tier_failure(failure):
+                raise
+            return []  # The RAM tier was given up.
 
     def get_bytes(self) -> int:
         """Return the bytes of all files that can be taken."""

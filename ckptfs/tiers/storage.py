@@ -99,6 +99,9 @@ class TierStorage(TierRoot):
             except FileExistsError:
                 self.remove(content)
                 fd = disk.open_file("tier:create", file_name(content), flags, 0o600, dir_fd=self.directory)
+            except FileNotFoundError:
+                self._require_directory()
+                raise
         except OSError as failure:
             self.record_failure(failure)
             raise
@@ -229,12 +232,16 @@ class TierStorage(TierRoot):
         try:
             return self._measure_capacity()
         except OSError as failure:
-            if self.tier is not Tier.NVME:
-                raise
             self.record_failure(failure)
             return Capacity(0, 0, 0)
 
+    def _require_directory(self) -> None:
+        """Raise ESTALE if the directory of contents was removed: a create in it would meet ENOENT."""
+        if os.fstat(self.directory).st_nlink == 0:
+            raise OSError(errno.ESTALE, "its directory of contents was removed while ckptfs runs", str(self.root))
+
     def _measure_capacity(self) -> Capacity:
+        self._require_directory()
         capacity = space.read_capacity(self.directory)
         total, free = capacity.total, capacity.free
         self.shares_filesystem = self._budget_bytes is not None and self._budget_bytes < total

@@ -1,8 +1,9 @@
 """The root directory of a tier: identity, descriptor of the directory of contents, failures.
 
-NVMe may die while it is in use. A call that fails with an error of the tier (`health.is_tier_failure`) makes it unusable for new files
-for `limits.TIER_RETRY_S`; then the next file tries it. If its root cannot be opened any more either, the descriptor of the dead filesystem
-is given up, so that it can be unmounted. The root is opened again when it has the same `tier-id`.
+NVMe may die while it is in use, and a person may remove what RAM holds. A call that fails with an error of the tier
+(`health.is_tier_failure`) makes it unusable for new files for `limits.TIER_RETRY_S`; then the next file tries it. If its root cannot be
+opened any more either, the descriptor of the dead filesystem is given up, so that it can be unmounted. The root is opened again when it has
+the same `tier-id`.
 
 Invariants:
 - Nothing is created below a root that does not have the known `tier-id`: it may be a mountpoint without its device.
@@ -66,8 +67,11 @@ class TierRoot:
         return "" if self._failure is None else health.describe(self._failure)
 
     def record_failure(self, failure: OSError) -> None:
-        """Note an error of a call on NVMe. If it is one of the tier, new files go elsewhere for a while."""
-        if self.tier is not Tier.NVME or isinstance(failure, _Detached) or not health.is_tier_failure(failure):
+        """Note an error of a call in RAM or on NVMe.
+
+        If it is one of the tier, new files go elsewhere for a while.
+        """
+        if self.tier is Tier.PFS or isinstance(failure, _Detached) or not health.is_tier_failure(failure):
             return
         with self._lock:
             is_new, self._failure, self._failed_s = self._failure is None, failure, time.monotonic()

@@ -244,6 +244,8 @@ def umount_main(arguments: Sequence[str] | None = None) -> int:
             _wait_until_drained(client, before)
         elif mount.has_ended and (state := mount.load_registered("state")):
             _print_leftovers(Path(state))
+        elif not asked.lazy:
+            print(f"umount.ckptfs: the daemon of {mount.name} does not answer: it may still write back; its log says more", file=sys.stderr)
     return 0
 
 

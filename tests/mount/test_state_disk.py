@@ -2,10 +2,11 @@
 
 import errno
 import os
+import shutil
 from collections.abc import Callable
 
 import pytest
-from daemon_under_test import DaemonUnderTest, NotStarted
+from daemon_under_test import DaemonUnderTest, NotStarted, eventually
 from programs import run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -66,3 +67,33 @@ def test_a_catalog_that_was_damaged_after_a_clean_end_is_named(fresh_mount: Daem
     catalog.write_bytes(whole)
     daemon.start()
     assert (daemon.path / "a").read_bytes() == b"a"
+
+
+def test_a_state_directory_that_is_moved_away_is_named(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """P11: the daemon goes on with what it has open, says what is wrong, and works again once the directory is back."""
+    daemon = make_daemon(data_path)
+    daemon.expect_warning("is gone|cannot be written|ENOENT")
+    mover, moved = daemon.pid("mover"), daemon.state.with_name("moved")
+    daemon.state.rename(moved)
+    try:
+        eventually(lambda: "is gone" in daemon.command("status", daemon.path, check=False).stderr, what="it says so")
+    finally:
+        moved.rename(daemon.state)
+    (daemon.path / "after").write_bytes(b"after")
+    eventually(lambda: daemon.command("status", daemon.path, check=False).returncode == 0, what="it works again")
+    assert daemon.pid("mover") == mover and "Traceback" not in daemon.log
+
+
+def test_contents_that_are_removed_do_not_stop_new_files(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """P10: a tier whose directory somebody removed gets no new files, and is named."""
+    daemon = make_daemon(data_path)
+    daemon.expect_warning("removed while|cannot be sealed|ESTALE|lost|suspect|down")
+    (daemon.path / "before").write_bytes(b"before")
+    daemon.settle()
+    for number, holders in enumerate([daemon.state / "ram", daemon.nvme]):
+        for one in holders.iterdir():
+            shutil.rmtree(one) if one.is_dir() else one.unlink()
+        (daemon.path / f"after{number}").write_bytes(b"after")
+        assert (daemon.path / f"after{number}").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
+        named = lambda: f"trouble {('ram', 'nvme')[number]}" in daemon.command("status", daemon.path).stdout  # noqa: B023, E731
+        eventually(named, what="status names it")

@@ -16,7 +16,7 @@ from local_node import Node
 from trio.testing import MockClock
 
 from ckptfs.catalog import copies, summary
-from ckptfs.errors import NoSpace
+from ckptfs.errors import CatalogUnavailable, NoSpace
 from ckptfs.model import Tier
 from ckptfs.tiers import health
 from ckptfs.tiers.space import Capacity
@@ -141,3 +141,16 @@ def test_a_full_disk_of_the_catalog_does_not_end_the_mover(node: Node, monkeypat
     watch(node, lambda recovered: trio.sleep(600))
     assert refused == ["tier:pfs"]
     assert [key for key, _, _ in summary.list_reports(node.db, "tier:")] == ["tier:pfs"]
+
+
+def test_a_catalog_that_is_gone_says_nothing_of_the_tier(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The monitor goes on, and with it the mover."""
+    failures = [CatalogUnavailable("gone")] * 3
+
+    def identify(_: TierMonitor) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(TierMonitor, "_identify_pfs", identify)
+    watch(node, lambda recovered: trio.sleep(600))
+    assert not failures and summary.list_obstacles(node.db) == []

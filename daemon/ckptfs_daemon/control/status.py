@@ -103,6 +103,9 @@ class StatusFigures:
             path = value.get("path") or next((self._root(tier) for tier in Tier if tier == where), None)
             fields = {name: str(text or "") for name, text in (("what", value["what"]), ("path", path), ("remedy", value.get("remedy")))}
             found.append(pb.Trouble(where=where, age_s=max(0.0, (time.time_ns() - at_ns) / 1e9), **fields))
+        if what := self._tiers[Tier.RAM].failure:  # No monitor watches it.
+            root = str(self._root(Tier.RAM))
+            found.insert(0, pb.Trouble(where=Tier.RAM, what=what, path=root, remedy="unmount ckptfs, and mount it again"))
         return found
 
     def get_current_write_back(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import trio
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
-from ckptfs.errors import NoSpace, TierUnavailable
+from ckptfs.errors import CatalogUnavailable, NoSpace, TierUnavailable
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.tiers import health, pfs_identity
@@ -68,6 +68,8 @@ class TierMonitor:
                 verdict = health.after_failure(self._health, trio.current_time(), failure)
             except TierUnavailable as failure:
                 verdict = health.after_wrong_tier(self._health, trio.current_time(), str(failure), failure.remedy)
+            except (NoSpace, CatalogUnavailable):
+                verdict = self._health  # The catalog failed, not the tier.
             nursery.cancel_scope.cancel()
         await self._set_health(verdict)
 
@@ -98,10 +100,10 @@ class TierMonitor:
             self._last_reported = value
 
     async def _record(self, act: Callable[..., None], *values: Any) -> bool:
-        """Write to the catalog. Return False if its disk is full: the next probe tries again."""
+        """Write to the catalog. Return False if its disk is full or fails: the next probe tries again."""
         try:
             await trio.to_thread.run_sync(act, *values)
-        except NoSpace as failure:
+        except (NoSpace, CatalogUnavailable) as failure:
             log.debug("%s: its state is not recorded: %s", self._storage.tier, failure)
             return False
         return True

@@ -438,7 +438,7 @@ class OpenAttempt:
                 raise TimedOut("the mover does not give up its lease") from failure
             raise MustWait(lambda: killable.sleep(limits.LEASE_POLL_S)) from failure
         except OSError as failure:
-            if storage.tier is Tier.RAM or not health.is_tier_failure(failure):
+            if not health.is_tier_failure(failure):
                 raise
             error = failure
             raise MustWait(lambda: self._give_up_copy(content, storage, error)) from failure
