@@ -22,9 +22,11 @@ from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
 from simulated_mount import list_history, simulate
 
 from ckptfs.catalog import history, inodes
+from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError
-from ckptfs.model import Tier
+from ckptfs.model import ROOT, Tier
+from ckptfs.series import SearchResult
 
 FILES = ["step_1.bin", "step_2.bin", "step_3.bin", "run_1/a.bin", "run_1/b.bin"]
 ACTS = 14
@@ -259,3 +261,38 @@ def test_an_island_that_writes_a_file_again_gives_its_set_no_other_bytes() -> No
             await maker.mount.read_inode(names["part_1-of-2.bin"])
 
     simulate(act, 1, factor=1)
+
+
+def test_a_set_with_a_file_that_shows_a_former_state_is_not_the_latest() -> None:
+    """P7, T1: the writer of a part dies before another node has the bytes. The part is of an earlier save than the others."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        writer, maker = cluster.nodes[1], cluster.nodes[2]
+        await maker.mkdir("step_1")
+        await writer.write("step_1/part_1-of-2.bin", b"former")
+        writer.tracking.cancel()
+        await trio.sleep(SETTLE_S / 4)
+        assert cluster.count_copies_short() == 0
+        writer.peers.fault = fail_to_send
+        await writer.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0)
+        await maker.write("step_1/part_2-of-2.bin", b"others")
+        await trio.sleep(SETTLE_S / 4)
+        assert list(await list_history(maker)) == ["step_*/step_1@1"]
+        assert (await find_latest(maker)).newest is not None
+        writer.kill()
+        await trio.sleep(2 * SETTLE_S)
+        assert await maker.mount.read("step_1/part_1-of-2.bin") == b"former"
+        await maker.mount.overwrite("step_1/part_2-of-2.bin", b"others again", 0.0)
+        await trio.sleep(SETTLE_S / 4)
+        found = await find_latest(maker)
+        assert found.newest is None and "former content" in found.rejected[0].verdict.incomplete_reason
+        assert list(await list_history(maker)) == ["step_*/step_1@1"], "no set is made of parts of two saves"
+
+    async def find_latest(node: SimulatedNode) -> SearchResult:
+        return (await node.mount.tracker._reader.find_latest(ROOT, b"")).answer.result
+
+    def fail_to_send(act: str, name: str) -> None:
+        if act in ("send", "many"):
+            raise PeerFailed("no copy can be sent")
+
+    simulate(act, 1)

@@ -163,16 +163,18 @@ class MountMemberReader:
             # A large member must not keep other requests waiting.
             await trio.lowlevel.checkpoint()
             if child.is_file:
-                files[name] = await self._load_member_file(child.id), child.id
+                files[name] = await self._load_member_file(child.id, is_part=inode.is_directory), child.id
                 if files[name][0].incomplete_reason:
                     break
         return Listing(files, {name: child.id for name, child in inside.items() if child.is_directory})
 
-    async def _load_member_file(self, number: int) -> MemberFile:
+    async def _load_member_file(self, number: int, *, is_part: bool) -> MemberFile:
         await self._changes.refresh_inode(number)
         await self._context.shared_namespace.refresh_copies(number)
         inode, record = self._context.get_inode(number), summary.load_file_record(self._context.db, number)
         reason = find_incomplete_reason(record, inode.size)
+        if is_part and set_members.is_former_shown(self._context.db, number):
+            reason = "shows its former content, which may be of another save: the newer one is lost"
         return MemberFile(inode.size, lifecycle.level(record), reason, inode.mtime_ns, inode.ctime_ns)
 
     async def compute(self, act: Callable[[], Result]) -> Result:
