@@ -102,10 +102,11 @@ def mark_sealed(db: Database, results: Iterable[SealResult]) -> list[SealResult]
     return done
 
 
-DOUBTED_REVISION = -1
-"""The revision of a cached value that must be compared with the store. No key has it."""
-_IS_DOUBTED = f"EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'i' AND s.number = ?1 AND s.revision = {DOUBTED_REVISION})"
-"""SQL: True if the return of this island decides about inode ?1. A set may have its previous content (see `opening.separation`)."""
+_MAY_BE_KEPT = (
+    "(EXISTS (SELECT 1 FROM meta WHERE key = 'island')"
+    " AND EXISTS (SELECT 1 FROM cached_key s WHERE s.kind = 'c' AND s.number = content.id))"
+)
+"""SQL: True on an island for a content that the store has. Others may make a set of it; the return decides (see `kept_names`)."""
 
 
 def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
@@ -115,7 +116,7 @@ def mark_previous_doomed(db: Database, inode: int, successor: int) -> int:
         " AND superseded_mtime_ns IS NULL AND generation < (SELECT generation FROM content WHERE id = ?2)"
         " AND id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL)"
         " AND id IS NOT (SELECT i.content FROM inode i WHERE i.id = content.inode)"
-        f" AND NOT {_IS_DOUBTED}"
+        f" AND NOT {_MAY_BE_KEPT}"
         " AND NOT EXISTS (SELECT 1 FROM inode i, json_tree(i.salvaged) t"
         " WHERE i.id = content.inode AND t.key = 'content' AND t.atom = content.id)",
         inode, successor,
@@ -266,7 +267,7 @@ def expire_previous(db: Database, current: Content) -> None:
         if is_current(db, current.inode, current.id) and (lifecycle.is_on_clique(record) or lifecycle.is_on_pfs(record)):
             expired = db.rows(
                 "UPDATE content SET state = 3, change = change + 1 WHERE inode = ?1 AND id <> ?2 AND superseded_mtime_ns IS NOT NULL"
-                f" AND state <> 3 AND NOT {_IS_DOUBTED} RETURNING id, remote",
+                f" AND state <> 3 AND NOT {_MAY_BE_KEPT} RETURNING id, remote",
                 current.inode, current.id,
             )  # fmt: skip
             for content, peer in expired:

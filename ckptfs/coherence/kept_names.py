@@ -46,17 +46,20 @@ def separate(db: Database, inode: int, known: Value) -> bool:
     names = [key for key in list_needed_keys(known)[1:] if (keys.get_value(db, key) or {}).get("child") == inode]
     if not names:
         return False
+    content = SharedKey(CONTENT, known["content"])
     xattrs = {name: held for name, held in known.get("xattrs", {}).items() if name != set_members.CLAIM_XATTR.decode()}
     with db.transaction():
         made = identity.allocate_id(db, "inode") or 0
         value = {**known, "xattrs": xattrs, "names": [[key.number, key.name.decode("latin-1")] for key in names]}
         keys.write_value(db, SharedKey(INODE, made), {name: held for name, held in value.items() if name != "missed"})
-        db.run(_MOVE_CONTENT, made, known["content"])
-        key_state.mark_dirty(db, SharedKey(CONTENT, known["content"]))
+        if db.value("SELECT 1 FROM content WHERE id = ?", content.number) is None:
+            keys.write_value(db, content, key_state.get_cached(db, content).fields)  # It is forgotten here, and must not go in the store.
+        db.run(_MOVE_CONTENT, made, content.number)
+        key_state.mark_dirty(db, content)
         for key in names:
             keys.write_value(db, key, {"child": made})
             journal.append(db, "make" if key == names[0] else "link", made, parent=key.number, name=key.name)
-        journal.append(db, "content", made, content=known["content"])
-        handles.move_shown(db, inode, made, known["content"])
+        journal.append(db, "content", made, content=content.number)
+        handles.move_shown(db, inode, made, content.number)
         keys.set_link_count(db, inode)
     return True

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ckptfs.catalog import contents
 from ckptfs.catalog.database import Database
 from ckptfs.coherence.keys import CONTENT, INODE, JOURNAL_ROW, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey, Value, decode_value
 from ckptfs.model import ROOT
@@ -272,11 +271,6 @@ def set_cached_each(db: Database, cached: Iterable[tuple[SharedKey, CachedValue]
     absent, present = [key for key, one in known if one.raw is None], [(*key, *one) for key, one in known if one.raw is not None]
     db.run_each("DELETE FROM cached_key WHERE kind = ? AND number = ? AND name = ?", absent)
     db.run_each("INSERT OR REPLACE INTO cached_key (kind, number, name, revision, value) VALUES (?,?,?,?,?)", present)
-
-
-def doubt_cached(db: Database, key: SharedKey) -> None:
-    """Have the store refuse the next change of a key, so that its value there is looked at."""
-    db.run("UPDATE cached_key SET revision = ? WHERE kind = ? AND number = ? AND name = ?", contents.DOUBTED_REVISION, *key)
 
 
 def load_name_revisions(db: Database, directory: int, after: bytes, up_to: bytes | None) -> dict[bytes, int]:

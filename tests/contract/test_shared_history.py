@@ -19,7 +19,7 @@ from ckptfs.catalog.history import SetRecord
 from ckptfs.catalog.peer_copies import KnownNode
 from ckptfs.coherence import key_state, keys
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CHOSEN_PREFIX, INODE, SharedKey, decode_chosen_key
+from ckptfs.coherence.keys import CHOSEN_PREFIX, CONTENT, INODE, SharedKey, decode_chosen_key
 from ckptfs.model import ROOT, ContentState, Tier
 from ckptfs.store.kv import Get, Put, prefix_end
 
@@ -309,10 +309,15 @@ async def make_closed(node: Node, inode: int) -> int:
     return content
 
 
-@pytest.mark.parametrize("truncates", [True, False])
+@pytest.mark.parametrize(("truncates", "is_forgotten"), [(True, True), (True, False), (False, False)])
 @two_nodes
-async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_writes(a: Node, b: Node, truncates: bool) -> None:
-    """P7: the island cannot give the names in the history to another inode. The open does not wait for that."""
+async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_writes(
+    a: Node, b: Node, truncates: bool, is_forgotten: bool
+) -> None:
+    """P7: the island cannot give the names in the history to another inode. The open does not wait for that.
+
+    `is_forgotten`: the island has lost its RAM, and its mover knows nothing of the content any more.
+    """
     inode = (await a.make("f1")).id
     old = await make_closed(a, inode)
     a.db.change("UPDATE content SET state = 2, digest = zeroblob(16) WHERE id = ?", old)
@@ -326,10 +331,13 @@ async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_
         assert held is not None and held.inode.history == 1
         context: Any = SimpleNamespace(db=b.db, shared_namespace=b.sharing)
         found = separation.separate_for_writer(context, held, truncates=truncates, request_fetch=b.sharing.run, tries=iter(()))
-    assert found.is_on_other_nodes, "its bytes are not changed in place"
     new = await make_closed(b, inode)
-    assert not contents.mark_previous_doomed(b.db, inode, new)
+    assert found is held and not contents.mark_previous_doomed(b.db, inode, new)
+    if is_forgotten:
+        with key_state.change_unmarked(b.db):
+            b.db.run("DELETE FROM content WHERE id = ?", old)
     await reconnect(b)
+    assert SharedKey(CONTENT, old) in stored(a.store.etcd)
     await check_kept(a, b, inode, old, new)
 
 

@@ -13,7 +13,6 @@ from etcd_server import Etcd, serving
 from memory_store import MemoryEtcd, MemoryStore
 
 from ckptfs import limits
-from ckptfs.catalog import contents
 from ckptfs.errors import Compacted, LeaseGone, StoreRefused, StoreUnreachable
 from ckptfs.store.etcd import EtcdStore
 from ckptfs.store.kv import ENDLESS, Compare, CompareTarget, Delete, Get, Item, Outcome, Put, Store, WatchEvents, iter_pages, prefix_end
@@ -231,7 +230,6 @@ def test_comparisons(store: Store) -> None:
     assert all(holds(b"a", CompareTarget.MOD, relation, value) for relation, value in (("=", second), (">", first), ("!=", first)))
     assert holds(b"a", CompareTarget.VALUE, "=", b"b2") and holds(b"a", CompareTarget.VALUE, ">", b"b1")
     assert not holds(b"a", CompareTarget.VALUE, "<", b"b2")
-    assert not any(holds(key, CompareTarget.MOD, "=", contents.DOUBTED_REVISION) for key in (b"a", b"none"))
     assert all(holds(b"none", target, "=", 0) for target in (CompareTarget.VERSION, CompareTarget.CREATE, CompareTarget.MOD))
     assert not any(holds(b"none", CompareTarget.VALUE, relation, b"x") for relation in ("=", "!=", "<", ">"))
 

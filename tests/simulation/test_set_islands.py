@@ -17,12 +17,13 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 import trio
-from shared_catalogs import reconnect
+from shared_catalogs import reconnect, stored
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
 from simulated_mount import list_history, simulate
 
 from ckptfs.catalog import history, inodes
 from ckptfs.clique.peer_api import PeerFailed
+from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError
 from ckptfs.model import ROOT, Tier
@@ -138,6 +139,9 @@ class World:
         found += [f"the trees differ: {trees}"] * any(tree != trees[0] for tree in trees)
         found += [f"the sets differ: {sets}"] * any(one != sets[0] for one in sets)
         found += [f"nobody removed {path}" for path in FILES if path not in self.removed and f"/{path}".encode() not in trees[0]]
+        values = stored(self.cluster.etcd)
+        contents = [value["content"] for key, value in values.items() if key.kind == INODE and value.get("content")]
+        found += [f"the store does not know content {one:x}" for one in contents if SharedKey(CONTENT, one) not in values]
         for node in nodes:
             for path, (inode, mode, _, _) in trees[0].items():
                 if stat.S_ISREG(mode) and isinstance(await self._load(node, inode), str):
@@ -236,6 +240,29 @@ def test_an_island_that_has_read_a_set_and_not_its_file_keeps_the_bytes_of_the_s
         await trio.sleep(SETTLE_S)
         assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES[1:]]
         assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
+
+    simulate(act, 1)
+
+
+def test_a_set_that_others_make_while_an_island_has_replaced_a_file_of_it_keeps_its_bytes() -> None:
+    """P5, P7: the store knows the content, and the island holds a copy."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        maker, island = cluster.nodes[1], cluster.nodes[2]
+        island.tracking.cancel()
+        await maker.mkdir("step_1")
+        await maker.write("step_1/part_1-of-2.bin", b"former")
+        await trio.sleep(SETTLE_S / 4)
+        assert await island.mount.read("step_1/part_1-of-2.bin") == b"former"
+        island.cut(True)
+        await trio.sleep(SETTLE_S / 4)
+        await island.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0, os.O_WRONLY | os.O_TRUNC)
+        await maker.write("step_1/part_2-of-2.bin", b"others")
+        await trio.sleep(SETTLE_S / 4)
+        island.cut(False)
+        await trio.sleep(SETTLE_S)
+        assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES]
+        assert "step_*/step_1@1" in await list_history(island)
 
     simulate(act, 1)
 

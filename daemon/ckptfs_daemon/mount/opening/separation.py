@@ -22,7 +22,6 @@ from ckptfs.catalog import contents, history, inodes
 from ckptfs.catalog.contents import FileContent
 from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state, keys
-from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.errors import Busy, DigestMismatch, NoSpace
 from ckptfs.flow.open_decision import WriteTarget, choose_write_target
 from ckptfs.model import Content, ContentState, Tier
@@ -84,9 +83,7 @@ def separate_for_writer(
     if shared_namespace.is_shared and not shared_namespace.is_disconnected and (unread := keys.list_unread_history(context.db, inode)):
         raise MustWait(lambda: _read_history(shared_namespace, inode, unread))
     if not history.list_names(context.db, inode):
-        # An island cannot change names that only the store knows. Its return leaves them this content.
-        key_state.doubt_cached(context.db, SharedKey(INODE, inode))
-        return held
+        return held  # An island cannot change names that only the store knows. Its return leaves them this content.
     is_alone = inode not in context.open_files.by_inode
     target = choose_write_target(held, truncate=False)
     if target is WriteTarget.NEW or (truncates and is_alone and not held.is_remote and target is not WriteTarget.FETCH):
