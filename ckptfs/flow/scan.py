@@ -157,8 +157,8 @@ class Scan:
                 mover_requests.mark_failed(self._db, request.id, code or errno.EIO)
                 self._notify.notify_replies()
                 log.debug("inode %d: scan failed: %s", directory, failure)
-                if is_directory_error:
-                    return
+                if is_directory_error or isinstance(failure, StoreUnreachable):
+                    return  # The service that watches the store reports it.
                 raise
         if request.argument == mover_requests.TREE:
             queue.extend(scans.list_scanned_directories(self._db, directory))

@@ -10,7 +10,8 @@ import trio
 from shared_catalogs import settled
 from writers_together import Writer, WriterCluster, in_cluster
 
-from ckptfs.catalog import copies, scans
+from ckptfs.catalog import copies, mover_requests, scans
+from ckptfs.errors import StoreUnreachable
 from ckptfs.flow import scan
 from ckptfs.flow.scan import Scan
 from ckptfs.model import ROOT
@@ -124,3 +125,18 @@ async def test_a_scan_without_a_mount_takes_no_write_back_of_others_for_an_exter
     await cluster.write_back_all(one)
     await cluster.compare(two, ROOT)
     assert copies.get_content_id(two.db, inode) is not None
+
+
+@in_cluster
+async def test_a_request_fails_alone_while_the_store_cannot_serve_it(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The lane has no trouble of its own: the service that watches the store reports it, once."""
+
+    def refuse(*_: object) -> None:
+        raise StoreUnreachable("nodes have not adopted the store yet")
+
+    monkeypatch.setattr(scan.pfs_coordination, "load_inodes", refuse)
+    db = cluster.nodes[0].db
+    request = mover_requests.insert_request(db, mover_requests.SCAN, ROOT, mover_requests.COMPARE_AGAIN)
+    await refresh(cluster.nodes[0], 1e6)
+    found = mover_requests.get(db, request)
+    assert found is not None and found.state == mover_requests.FAILED
