@@ -190,6 +190,15 @@ def load_counts(db: Database) -> FileCounts:
     return FileCounts(sum(by_level.values()), int(directories), dict(by_level), dict(bytes_by_level), lost, int(handles), int(writers))
 
 
+def find_lost_path(db: Database) -> str:
+    """Return the path of a file that `load_counts` counts as lost; empty if there is none."""
+    inode = db.value(
+        f"SELECT i.id FROM content c JOIN inode i ON i.content = c.id WHERE c.state = {ContentState.LOST} AND i.nlink > 0"
+        " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = i.id) LIMIT 1"
+    )
+    return "" if inode is None else inodes.get_shown_path(db, inode)
+
+
 def list_lowest_levels(db: Database, directories: Iterable[int]) -> dict[int, Level]:
     """Return the lowest level of the files below directories; without known copies NONE."""
     tree = (

@@ -239,6 +239,8 @@ def resolve_config(config: Config) -> Config:
     if not _is_mounted(mountpoint):
         _check_directory("the mountpoint", mountpoint)
     resolved: dict[str, Path | None] = {"mountpoint": mountpoint, "state": Path(os.path.realpath(config.state))}
+    if config.state.exists():
+        _check_directory("state", config.state)
     resolved["nvme"] = _resolve_directory("nvme", config.nvme)
     resolved["pfs"] = _resolve_directory("pfs", config.pfs)
     paths = {key: path for key, path in resolved.items() if path is not None}

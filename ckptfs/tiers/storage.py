@@ -516,7 +516,8 @@ def _count_only_copies(db: Database, storage: TierStorage) -> int:
 
 def _exclude_nvme(db: Database, tiers: Tiers, only_copies: int) -> None:
     root = tiers[Tier.NVME].root
-    error = f"{root} is not the directory that this catalog knows, and {only_copies} files exist only there"
+    files = "1 file exists" if only_copies == 1 else f"{only_copies} files exist"
+    error = f"{root} is not the directory that this catalog knows, and {files} only there"
     remedy = f"mount the device that belongs at {root} and start again; if it will never come back, create the file {root / GIVEN_UP}"
     log.error("nvme: %s; the node runs without it (%s)", error, remedy)
     summary.set_trouble(db, Tier.NVME, {"what": error, "path": str(root), "remedy": remedy})

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.errors import ClientError, NotInTime
-from ckptfs_client.json_answers import HealthJson
+from ckptfs_client.json_answers import FormatJson, HealthJson
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -163,8 +163,6 @@ def _list_reasons(status: "pb.Status") -> list[str]:
     reasons = [f"{format_trouble_place(one)}: {one.what}" for one in status.troubles]
     named = {one.where for one in status.troubles}
     reasons += [f"{tier.name}: {tier.health}" for tier in status.tiers if tier.health != "normal" and tier.name not in named]
-    if status.counts.lost:
-        reasons.append(f"{format_count(status.counts.lost, 'file')} lost")
     if status.HasField("notice"):
         reasons.append(f"this node is about to be taken away: {status.notice.source}: {status.notice.what}")
     return reasons
@@ -409,6 +407,11 @@ def _build_process_table(answer: "pb.Status") -> Any:
             process.role, str(process.pid), format_size(process.rss_bytes), str(process.restarts), format_duration(process.uptime_s)
         )
     return table
+
+
+def describe_flaw(one: FormatJson) -> str:
+    """Return what is wrong with a file or set, after its format if that is known."""
+    return ": ".join(filter(None, (one["format"], one["flaw"])))
 
 
 def build_findings(found: list[dict[str, Any]]) -> Any:

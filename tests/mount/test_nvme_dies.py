@@ -107,7 +107,7 @@ def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Ma
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         fill(daemon.path / "too-large")
     os.unlink(daemon.path / "too-large")
-    eventually(lambda: "files exist only on nvme" in daemon.command("status", daemon.path).stdout, 90, "status tells what is lost")
+    eventually(lambda: "only on nvme, which is down" in daemon.command("status", daemon.path).stdout, 90, "status tells what is lost")
     assert "moved: " in daemon.command("status", daemon.path).stdout
     work(daemon.path, "c")
     run("umount", nvme)

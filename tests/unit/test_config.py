@@ -111,6 +111,7 @@ def test_unknown_options_are_refused_by_name(place: Path) -> None:
         ({"pfs": "relative/dir"}, "is not an absolute path"),
         ({"pfs": "/no/such/dir"}, "pfs /no/such/dir: No such file or directory"),
         ({"nvme": "/dev/null"}, "nvme /dev/null is not a directory"),
+        ({"state": "/dev/null"}, "state /dev/null is not a directory"),
         ({"nvme_size": "1G"}, "without nvme"),
         ({"ram_high": "50%", "ram_low": "60%"}, "must be below"),
         ({"drain_deadline": "soon"}, "is not a duration"),

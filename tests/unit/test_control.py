@@ -186,7 +186,9 @@ def test_a_wait_that_can_never_end_is_refused(served: Served) -> None:
         list(served.client.wait(inode, "clique"))
     with pytest.raises(CommandFailed, match="No such file"):
         list(served.client.wait(4711, "local"))
-    assert served.client.get_status().counts.lost == 1
+    status = served.client.get_status()
+    assert (status.counts.lost, status.health) == (1, "degraded")
+    assert [(one.where, one.path, one.what) for one in status.troubles] == [("lost", "lost", "no copy of its content is left")]
 
 
 def test_waiting_for_a_pfs_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,3 +366,8 @@ def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NoMount):
         list(client.wait(1, "local"))
     assert failure.value.exit_code == 3 and time.monotonic() - begun < 60
+
+
+def test_what_verify_finds_begins_with_the_format_if_it_is_known() -> None:
+    assert render.describe_flaw({"path": "a.pt", "format": "", "flaw": "is empty"}) == "is empty"
+    assert render.describe_flaw({"path": "a.pt", "format": "zip", "flaw": "ends early"}) == "zip: ends early"

@@ -116,7 +116,7 @@ def verify(
         render.print_json(total)
     else:
         if bad or flawed:
-            rows = [{"verdict": "bad", "tier": "", "path": one["path"], "what": f"{one['format']}: {one['flaw']}"} for one in flawed]
+            rows = [{"verdict": "bad", "tier": "", "path": one["path"], "what": render.describe_flaw(one)} for one in flawed]
             render.print_renderable(render.build_findings(bad + rows))
         verdict = f"bad: {format_count(len(bad), 'copy', 'copies')}" if bad else "no bad copy"
         words = [f"{format_count(total['files'], 'file')}, {format_size(total['bytes'])} read: {verdict}"]

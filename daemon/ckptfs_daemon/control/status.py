@@ -20,6 +20,7 @@ from ckptfs.errors import CkptfsError
 from ckptfs.flow.host.incoming import PeerQuota
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.quantities import format_count
 from ckptfs.tiers import space
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon.drain import Pending, get_deadline_s
@@ -80,7 +81,7 @@ class StatusFigures:
         if (notice := self._load_notice()) is not None:
             status.notice.CopyFrom(notice)
         has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
-        is_sound = not (has_bad_tier or status.troubles or status.counts.lost or status.HasField("notice"))
+        is_sound = not (has_bad_tier or status.troubles or status.HasField("notice"))
         status.health = "ok" if is_sound else "degraded"
         return status
 
@@ -106,6 +107,9 @@ class StatusFigures:
         if what := self._tiers[Tier.RAM].failure:  # No monitor watches it.
             root = str(self._root(Tier.RAM))
             found.insert(0, pb.Trouble(where=Tier.RAM, what=what, path=root, remedy="unmount ckptfs, and mount it again"))
+        if lost := self._counts.get().lost:
+            what = "no copy of its content is left" + (f", nor of {format_count(lost - 1, 'other')}" if lost > 1 else "")
+            found.append(pb.Trouble(where="lost", what=what, path=summary.find_lost_path(self._db), remedy="write it again, or delete it"))
         return found
 
     def get_current_write_back(self) -> dict[str, Any]:

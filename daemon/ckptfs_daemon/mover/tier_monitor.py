@@ -116,7 +116,8 @@ class TierMonitor:
             summary.set_trouble(self._db, where, None)
             return
         count = copies.count_only_copies(self._db, self._storage.tier)
-        what = f"{count} files exist only on {self._storage.tier}, which is down: {verdict.error}; reads fail with EIO"
+        files = "1 file exists" if count == 1 else f"{count} files exist"
+        what = f"{files} only on {self._storage.tier}, which is down: {verdict.error}; reads fail with EIO"
         summary.set_trouble(self._db, where, {"what": what, "path": paths[0], "remedy": verdict.remedy or REMEDY})
         for path in paths:
             log.error("%s: cannot be read: its only copy is on %s, which is down", path, self._storage.tier)
