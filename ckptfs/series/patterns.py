@@ -42,10 +42,15 @@ _RESTART_EXTENSION = b".restart"
 _LIGHTNING_EXTENSION = b".ckpt"
 _VERSION = re.compile(rb"-v([0-9]+)(?=\.ckpt$)")
 """Lightning adds it if a file of the name exists, as after a restart."""
+_NEMO_ENDING = re.compile(rb"(-EMA)?(\.ckpt|\.nemo)?$")
+_VELOC_TEXTS = (b"-", b".dat")
+"""Of `NAME-RANK-VERSION.dat`, behind NAME."""
+_CACTUS_FILE = b".file_"
+"""Behind the number of the iteration: `checkpoint.chkpt.it_1024.file_0.h5` is the part of one process."""
 
 _TEMPORARY = re.compile(
     rb"^\.?tmp[-_.]|[-_.]te?mp$|\.tmp([-_.]|\w*$)|\.tempstate\d|\.orbax-checkpoint-tmp|\.dirty(\.|$)|\.bak(-\d+)?$"
-    rb"|\.(part|partial|incomplete|inprogress|crdownload|swp)$|~$|^#|\.ckptfs-",
+    rb"|\.(part|partial|incomplete|inprogress|crdownload|swp)$|~$|^#|\.ckptfs-|-unfinished$",
     re.IGNORECASE,
 )
 _SHAPE = bytes.maketrans(b"123456789", b"000000000")
@@ -208,6 +213,11 @@ def _is_temporary_shape(shape: bytes) -> bool:
     return _TEMPORARY.search(shape) is not None
 
 
+def build_unfinished_mark(entry: bytes) -> bytes:
+    """Return the name of the file that NeMo keeps beside a checkpoint until it is complete."""
+    return _NEMO_ENDING.sub(b"", entry) + b"-unfinished"
+
+
 def parse(name: bytes) -> Series | None:
     """Return the series of a pattern with a `*` for each number, or of a name with a rule.
 
@@ -353,6 +363,8 @@ def split(name: bytes) -> SplitName:
 @lru_cache(maxsize=4096)
 def get_roles(texts: tuple[bytes, ...]) -> tuple[NumberRole, ...]:
     """Return what the number behind each text but the last means."""
+    if texts[1:] == _VELOC_TEXTS and texts[0].endswith(b"-"):
+        return NumberRole.PART, NumberRole.COUNTER
     found: list[NumberRole] = []
     for text, after in itertools.pairwise(texts):
         is_decimal = text == b"." and found and found[-1] is NumberRole.METRIC
@@ -371,7 +383,7 @@ def _get_role(text: bytes, after: bytes) -> NumberRole:
     word = _get_word(text, after)
     if re.match(rb"[-_]of[-_]$", after, re.IGNORECASE) or re.search(rb"[-_]of[-_]$", text, re.IGNORECASE):
         return NumberRole.PART
-    if after.startswith(_LOCAL_SUFFIX):
+    if after.startswith(_LOCAL_SUFFIX) or text == _CACTUS_FILE:
         return NumberRole.PART
     if _get_counter_class(text, after) < len(_COUNTERS):
         return NumberRole.COUNTER

@@ -361,6 +361,12 @@ class _Search(Generic[Entry]):
 
     async def judge(self, member: Member, before: Sequence[Member]) -> Completeness:
         """Return the verdict on a member. `before`: those before it, the newest first."""
+        verdict, mark = await self._judge(member, before), patterns.build_unfinished_mark(member.entry)
+        if verdict.incomplete_reason or mark not in self._siblings:
+            return verdict
+        return replace(verdict, incomplete_reason=f"{text(mark)} says that its writer has not finished it", quiet_s=completeness.QUIET_S)
+
+    async def _judge(self, member: Member, before: Sequence[Member]) -> Completeness:
         facts = await self._load(member)
         older = await self._load_older(before) if completeness.is_comparable(facts) else []
         verdict = await self._compute_verdict(facts, older, self._get_age_s(facts))

@@ -299,7 +299,8 @@ def _find_index_gap(directory: DirectoryFacts, name: bytes) -> str:
 _OF = re.compile(rb"(.*?)([0-9]+)([-_]of[-_])([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
 _WORLD = re.compile(rb"(.*world_?size_)([0-9]+)(_rank_)([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
 _RANK = re.compile(
-    rb"(.*?(?:rank|shard|part|proc|process|processor|worker|node|rng_state|random_states)[-_.=]?)([0-9]+)(.*)", re.IGNORECASE | re.DOTALL
+    rb"(.*?(?:rank|shard|part|proc|process|processor|worker|node|rng_state|random_states|\.file)[-_.=]?)([0-9]+)(.*)",
+    re.IGNORECASE | re.DOTALL,
 )
 _LAMMPS_BASE = re.compile(rb"(.*?)base(.*)", re.DOTALL)
 _ZERO = re.compile(rb"(.*zero_pp_rank_)([0-9]+)(_mp_rank_)([0-9]+)(_.*)", re.DOTALL)

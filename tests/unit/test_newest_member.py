@@ -328,6 +328,14 @@ def test_a_first_set_of_a_trainer() -> None:
     assert ranks.find("step_*") == ""
 
 
+def test_what_nemo_marks_as_unfinished() -> None:
+    """D6: the file beside a checkpoint goes when NeMo has finished it."""
+    tree = series_of({"weights.pt": archive()}, 100, 200)
+    marked = tree.with_files({"step_200-unfinished": b""})
+    assert marked.find("step_*") == "step_100" and "step_200-unfinished says" in marked.find_reasons("step_*")["step_200"]
+    assert tree.find("step_*") == "step_200"
+
+
 def test_a_first_set_of_ranks() -> None:
     """D6: one rank of nobody knows how many is not named while others may still write. What Megatron writes last tells."""
     tree = series_of({"rank0.pt": X}, 100)

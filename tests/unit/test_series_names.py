@@ -100,6 +100,11 @@ def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
         ([b"exp1_step100", b"exp1_step200", b"exp2_step300"], [b"exp1_step*", b"exp2_step*"]),
         ([b"step100_rank0.pt", b"step100_rank1.pt"], [b"step*_rank0.pt"]),
         ([b"iter_0000010_1_local.pt", b"iter_0000010_0_local.pt", b"iter_0000020_0_local.dirty.pt"], [b"iter_*_0_local.pt"]),
+        # The parts of one set are no series of their own: Cactus, VeloC.
+        ([b"checkpoint.chkpt.it_8.file_0.h5", b"checkpoint.chkpt.it_8.file_1.h5"], [b"checkpoint.chkpt.it_*.file_0.h5"]),
+        ([b"heat-0-10.dat", b"heat-1-10.dat"], [b"heat-0-*.dat"]),
+        ([b"heat-0-10.dat", b"heat-1-10.dat", b"heat-0-20.dat", b"heat-1-20.dat"], [b"heat-0-*.dat"]),
+        ([b"model--step=100.ckpt", b"model--step=200.ckpt", b"model--step=200-unfinished"], [b"model--step=*.ckpt"]),
         ([b"step_100", b"other_1", b"other_2"], [b"other_*", b"step_*"]),
         # One name of several alike is no smaller a series: it may be the newest.
         ([b"a1_b5.pt", b"a1_b6.pt", b"a2_b7.pt"], [b"a1_b*.pt", b"a2_b*.pt"]),
