@@ -24,7 +24,7 @@ REASONS = {
     "invalid_argument": "with wrong arguments", "permission_denied": "not permitted", "resource_exhausted": "too many at once",
     "unimplemented": "unknown", "unavailable": "while a tier was away", "unknown": "failed",
 }  # fmt: skip
-"""Why calls were refused, in words."""
+"""Why the control server refused calls, in words. Peers have reasons of their own."""
 STYLES = {
     "ok": "green", "normal": "green", "good": "green", "alive": "green", "degraded": "yellow", "suspect": "yellow", "down": "red",
     "full": "yellow", "bad": "red", "dead": "red",
@@ -322,9 +322,8 @@ def _describe_refused(answer: "pb.Status") -> list[str]:
     words = []
     for (where, reason), ones in found.items():
         who = ", ".join(escape(one.who) for one in ones if one.who)
-        words.append(
-            f"{where}: {sum(one.count for one in ones)} {REASONS.get(reason, reason.replace('_', ' '))}{f' ({who})' if who else ''}"
-        )
+        why = "" if where == "peers" else REASONS.get(reason, "")
+        words.append(f"{where}: {sum(one.count for one in ones)} {why or reason.replace('_', ' ')}{f' ({who})' if who else ''}")
     return [f"  refused     {'; '.join(words)}"] if words else []
 
 

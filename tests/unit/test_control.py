@@ -58,6 +58,14 @@ def test_what_is_refused_is_counted_and_shown(served: Served) -> None:
     assert render.message_to_dict(answer)["clique"] is None
 
 
+def test_a_content_that_a_peer_did_not_find_is_not_called_a_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    """F5: the reasons of peers are those of the handbook, the reasons of the control server have words."""
+    counts = {"peers": {"node2": "unknown"}, "control": {"": "unknown"}}
+    refused = [pb.Refused(where=where, who=who, reason=reason, count=3) for where, found in counts.items() for who, reason in found.items()]
+    render.print_renderable(render.build_status(pb.Status(refused=refused)))
+    assert "refused     peers: 3 unknown (node2); control: 3 failed" in capsys.readouterr().out
+
+
 def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
     summary.set_trouble(served.node.db, "write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
     found = served.client.get_status()
