@@ -62,14 +62,14 @@ def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
     return SharedKey(JOURNAL_ROW, identity.get_node_number(db), build_row_name(instance, row.seq))
 
 
-def load_inodes(db: Database, store: Transactions, *inodes: int) -> bool:
-    """Record these inodes and what the PFS shows of them. Return True if a node is about to change that.
+def load_inodes(db: Database, store: Transactions, *inodes: int) -> "StoreSnapshot":
+    """Record these inodes and what the PFS shows of them; return what the store says.
 
     Raises as `StoreSnapshot.load`.
     """
     snapshot = StoreSnapshot(db, store)
     snapshot.load(journal.get_instance_id(db), inodes=inodes)
-    return bool(snapshot.list_intents())
+    return snapshot
 
 
 class NotLoaded(Busy):

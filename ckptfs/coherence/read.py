@@ -19,8 +19,8 @@ from ckptfs.coherence import chain, key_state, keys, merge
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, Value, build_names_prefix, encode_key
 from ckptfs.coherence.unreadable_keys import log_unreadable
-from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, parse_key, parse_value
-from ckptfs.store.kv import Get, Outcome, prefix_end
+from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, decode_item, parse_key, parse_value
+from ckptfs.store.kv import Get, Outcome, Transactions, prefix_end
 
 
 class StoreValue(NamedTuple):
@@ -222,6 +222,23 @@ def find_directory(db: Database, parent: int, name: bytes) -> int | None:
     found: int | None = db.value(
         "SELECT i.id FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ? AND e.name = ? AND i.mode & 61440 = 16384", parent, name
     )
+    return found
+
+
+def load_below(db: Database, store: Transactions, directory: int) -> set[int]:
+    """Record what nodes have published below a directory, without the names; return the inodes."""
+    found: set[int] = set()
+    layer = [directory]
+    while layer:
+        outcome = store.read([Get(names, prefix_end(names)) for names in map(build_names_prefix, layer)])
+        values = [value for items in outcome.results for item in items if (value := decode_item(item)) is not None]
+        layer = [value["child"] for value in values if value["type"] == DIRECTORY_TYPE and value["child"] not in found]
+        found.update(value["child"] for value in values)
+    unknown = [key for key in (SharedKey(INODE, inode) for inode in found) if not key_state.get_cached(db, key).revision]
+    inodes = parse_outcome(unknown, store.read(build_gets(unknown)))
+    written = [SharedKey(CONTENT, fields["content"]) for one in inodes.values() if (fields := one.value.fields) and fields["content"]]
+    store_values = inodes | parse_outcome(written, store.read(build_gets(written)))
+    apply_values(db, {key: one for key, one in store_values.items() if one.value.raw is not None}, RecentDeletes())
     return found
 
 

@@ -259,7 +259,7 @@ class Scan:
         if self._cluster is None:
             return False
         try:
-            return pfs_coordination.load_inodes(self._db, self._cluster.store, directory)
+            return bool(pfs_coordination.load_inodes(self._db, self._cluster.store, directory).list_intents())
         except Busy:
             raise _build_busy_error(pfs_state.find_path(self._db, directory) or ()) from None
 

@@ -4,7 +4,9 @@ import json
 import stat
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from ckptfs_daemon.control.cluster_status import ClusterFigures
@@ -128,6 +130,44 @@ def test_a_wait_elsewhere_for_a_file_that_its_writer_has_lost_ends_at_once(
     play(tmp_path, 2, act)
 
 
+@pytest.mark.parametrize("wanted", [Level.LOCAL, Level.CLIQUE, Level.PFS])
+def test_a_wait_for_a_directory_covers_files_that_this_node_never_saw(tmp_path: Path, wanted: Level) -> None:
+    """G1, T3: rank 0 waits for a checkpoint of which other ranks wrote a part; nobody has listed it on this node."""
+
+    async def act(etcd: MemoryEtcd, one: Node, two: Node) -> None:
+        top = await one.mkdir("step")
+        await one.mkdir("step/part")
+        await two.stat("step")
+        unsealed, sealed = await one.make("step/part/unsealed"), await one.make("step/part/sealed")
+        close(one, unsealed)
+        content = close(one, sealed)
+        seal(one, sealed, content)
+        await one.sharing.wait_published()
+        locations.CopyRecords(MemoryStore(etcd), two.db, 3).announce([(_sealed(one, content), True)])
+        progress = _waiting(two, top, wanted)
+        assert (progress.done, progress.files_left) == (False, 2 if wanted is Level.PFS else 1)
+
+    play(tmp_path, 2, act)
+
+
+def test_a_wait_for_a_directory_does_not_wait_for_what_another_node_removed(tmp_path: Path) -> None:
+    """G1: a rotation on another node, of files whose names this node has listed; a new file here that etcd does not know yet counts."""
+
+    async def act(etcd: MemoryEtcd, one: Node, two: Node) -> None:
+        top = await one.mkdir("run")
+        close(one, await one.make("run/old"))
+        await one.sharing.wait_published()
+        await two.stat("run/old")
+        await one.unlink("run/old")
+        assert _waiting(two, top, Level.PFS).done
+        two.cut(True)
+        close(two, await two.make("run/new"))
+        two.cut(False)
+        assert _waiting(two, top, Level.PFS).files_left == 1
+
+    play(tmp_path, 2, act)
+
+
 def test_a_list_elsewhere_knows_what_is_on_the_pfs(tmp_path: Path) -> None:
     """D12: levels of sets that another node wrote, which this node has listed and never opened."""
 
@@ -145,6 +185,15 @@ def test_a_list_elsewhere_knows_what_is_on_the_pfs(tmp_path: Path) -> None:
         assert [found.level for reply in replies for found in reply.sets] == ["pfs"]
 
     play(tmp_path, 2, act)
+
+
+def _waiting(node: Node, top: Inode, wanted: Level) -> pb.Progress:
+    """What a wait on that node says first."""
+    config = cast(Any, SimpleNamespace(pfs=Path("pfs"), keeps_copies=True))
+    figures = ClusterFigures(config, node.db, node.store)
+    queries = QueryService(ControlContext(config, node.db, cast(Any, None), figures))
+    context = Mock(is_active=lambda: True)
+    return cast(pb.Progress, next(iter(queries.Wait(pb.WaitRequest(inode=top.id, level=wanted.value), context))))
 
 
 def _sealed(node: Node, number: int) -> Any:

@@ -28,7 +28,8 @@ from ckptfs.clique import locations, membership, placement
 from ckptfs.clique.certificates import Identity
 from ckptfs.clique.membership import ClusterView, Node
 from ckptfs.clique.peer_api import PeerFailed, PingResult
-from ckptfs.coherence import key_state, pfs_coordination, value_checks
+from ckptfs.coherence import key_state, pfs_coordination, read, value_checks
+from ckptfs.coherence.keys import INODE, SharedKey
 from ckptfs.config import Config
 from ckptfs.config.schema import is_loopback
 from ckptfs.errors import CkptfsError, Compacted
@@ -210,6 +211,7 @@ class ClusterFigures:
         self._refresh_lock = threading.Lock()
         self._refreshed_s: dict[int, float] = {}
         self._lost: set[int] = set()
+        self._gone: set[int] = set()
         self._read_s: dict[int, float] = {}
 
     def get_rejections(self) -> dict[str, dict[str, int]]:
@@ -235,9 +237,18 @@ class ClusterFigures:
         with contextlib.suppress(CkptfsError), self._refresh_lock:
             due = _list_due(self._read_s, inodes)
             if due:
-                pfs_coordination.load_inodes(self._db, self._store, *due)
+                published = {inode for inode in due if not key_state.is_dirty(self._db, SharedKey(INODE, inode))}
+                snapshot = pfs_coordination.load_inodes(self._db, self._store, *due)
+                self._gone = self._gone - {*due} | {inode for inode in published if not snapshot.is_alive(inode)}
             self._read_s |= dict.fromkeys(due, time.monotonic())
+            self._gone &= self._read_s.keys()
         self.refresh_copies(inodes)
+
+    def load_below(self, directory: int) -> set[int]:
+        """Return the inodes that nodes have published below a directory; none if the store does not answer."""
+        with contextlib.suppress(CkptfsError):
+            return read.load_below(self._db, self._store, directory)
+        return set()
 
     def refresh_copies(self, inodes: Iterable[int]) -> None:
         """Read from the store which nodes hold contents of other writers. No node announces these."""
@@ -252,8 +263,11 @@ class ClusterFigures:
             self._lost &= self._refreshed_s.keys()
 
     def load_file(self, inode: int) -> ListedFile | None:
-        """Return a file of the catalog. A content is LOST if its writer on another node has lost it."""
-        found = summary.get_listed_file(self._db, inode)
+        """Return a file of the catalog; None if it is gone, here or in the store.
+
+        A content is LOST if its writer on another node has lost it.
+        """
+        found = None if inode in self._gone else summary.get_listed_file(self._db, inode)
         content = None if found is None else found.record.content
         if found is None or content is None or content.id not in self._lost:
             return found

@@ -13,7 +13,7 @@ import stat
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import grpc
@@ -57,7 +57,10 @@ class LevelCheck:
     the checkpoint may still be chosen; else InvalidArgument is raised.
     """
 
-    def __init__(self, db: Database, inode: int, wanted: Level, load_file: Callable[[int], ListedFile | None]) -> None:
+    def __init__(
+        self, db: Database, inode: int, wanted: Level, load_file: Callable[[int], ListedFile | None], below: Iterable[int] = ()
+    ) -> None:
+        """`below`: inodes below a directory of which the catalog may not know the names."""
         if load_file(inode) is None:
             raise posix_error(errno.ENOENT)
         self._db = db
@@ -65,7 +68,7 @@ class LevelCheck:
         self._wanted = wanted
         self._end = summary.get_journal_end(db)
         self._held = inode if wanted is Level.PFS and pfs_hold.is_held(db, inode) else None
-        self._remaining = deque(sorted(namespace.list_inodes_below(db, inode)))
+        self._remaining = deque(sorted(namespace.list_inodes_below(db, inode).union(below)))
         self._bytes: dict[int, int] = {}
         self._non_files: set[int] = set()
         self._has_writers = self._is_on_dead_nodes = False
@@ -272,7 +275,8 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         return Level(text)
 
     def _check_level(self, inode: int, wanted: Level) -> Iterator[pb.Progress]:
-        level_check = LevelCheck(self._db, inode, wanted, self._load_file)
+        below = self._cluster.load_below(inode) if self._cluster is not None else ()
+        level_check = LevelCheck(self._db, inode, wanted, self._load_file, below)
         self._context.wake_lanes()  # A wait does not depend on a hint that may be lost.
         pause, before, refreshed_at = POLL_FIRST_S, pb.Progress(), 0.0
         while True:
