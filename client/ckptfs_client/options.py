@@ -20,8 +20,11 @@ Json = Annotated[bool, Option("--json", help="Print JSON.")]
 JsonLines = Annotated[bool, Option("--json", help="Print the progress as JSON, one line per change.")]
 Timeout = Annotated[str | None, Option(metavar="TIME", help="Give up (exit code 4) after this time, such as 30s or 5m.")]
 Paths = Annotated[list[Path], Argument(metavar="PATH", help="Files or directories in a mount.")]
-AnyDirectory = Annotated[Path | None, Argument(metavar="DIR", help="A path in the mount. Without it: all mounts.")]
-Directory = Annotated[Path | None, Argument(metavar="DIR", help="A path in the mount. Optional if only one ckptfs is mounted.")]
+AnyDirectory = Annotated[Path | None, Argument(metavar="DIR", parser=Path, help="A path in the mount. Without it: all mounts.")]
+Directory = Annotated[
+    Path | None, Argument(metavar="DIR", parser=Path, help="A path in the mount. Optional if only one ckptfs is mounted.")
+]
+"""Without the parser, typer asks the mount about the path, and the command hangs with it."""
 
 
 def time_option(text: str) -> Any:

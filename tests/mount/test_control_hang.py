@@ -1,6 +1,8 @@
-"""A PFS that hangs: the mount, `status`, `ls` and waits answer all the same, and say what is wrong. P1, F2."""
+"""A PFS or a daemon that hangs: `status`, `health`, `ls` and waits answer all the same, and say what is wrong. P1, F2."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 
 from daemon_under_test import DaemonUnderTest, eventually, shorten
@@ -36,3 +38,18 @@ def test_everything_answers_while_the_pfs_hangs(make_daemon: Callable[..., Daemo
     daemon.command("wait", daemon.path / "during", "--timeout", "100s")
     eventually(lambda: status(daemon)["health"] == "ok", what="status says that all is well again")
     assert (silent.source / "during").read_bytes() == b"2" * 100_000
+
+
+def test_health_answers_while_the_daemon_stands_still(make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """X11: a health check of Slurm must not hang in the mount for which it asks."""
+    daemon = make_daemon()
+    pids = [daemon.pid(role) for role in ("supervisor", "mount", "mover")]
+    try:
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        found = daemon.command("health", daemon.path / "run", "--timeout", "500ms", check=False, timeout=ANSWER_S)
+        assert found.returncode == 3 and "does not answer" in found.stdout
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+    assert daemon.command("health", daemon.path).stdout.startswith("ok: ")
