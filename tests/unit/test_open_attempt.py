@@ -204,6 +204,21 @@ class Mover:
         return mover_requests.FETCHED
 
 
+@pytest.mark.parametrize("tier", [Tier.RAM, Tier.PFS])
+async def test_an_island_writes_no_content_in_place_unless_the_pfs_has_it(opener: Opener, tier: Tier) -> None:
+    """P7: others may make a set of it. P5: on a PFS without links, a crash between two names would cost the only one."""
+    opener.context.shared_namespace = SimpleNamespace(is_shared=True, is_disconnected=True)
+    if tier is Tier.PFS:
+        storage = opener.node.tiers[tier]
+        with os.fdopen(storage.create(opener.content), "wb") as file:
+            file.write(b"sealed")
+        opener.node.db.run("UPDATE copy SET tier = 'pfs' WHERE content = ?", opener.content)
+    await opener.open(2, writer=True, truncates=False)
+    shown = opener.node.shown(opener.inode)
+    assert (shown == opener.content) is (tier is Tier.PFS)
+    assert shown is not None and opener.node.state(shown) is ContentState.OPEN and opener.node.data(shown, tier) == b"sealed"
+
+
 @pytest.mark.parametrize(
     ("code", "comes", "ends"), [(0, True, 0), (errno.EIO, True, 0), (errno.EIO, False, errno.EIO), (errno.ENOSPC, False, errno.ENOSPC)]
 )

@@ -132,8 +132,9 @@ class OpenAttempt:
         if held.has_newer_generation and in_cluster and trio.current_time() < self._announce_deadline_s:
             raise MustWait(self._wait_and_refresh)
         is_island = self._context.shared_namespace.is_disconnected
-        if is_island and self._open_request.is_writer and held.state is ContentState.SEALED:
-            held = replace(held, is_on_other_nodes=True)  # Others may make a set of it, which keeps this content.
+        if is_island and self._open_request.is_writer and held.state is ContentState.SEALED and held.tiers[:1] != (Tier.PFS,):
+            # Others may make a set of it, which keeps this content. On a PFS without links, a crash could take the only name of its file.
+            held = replace(held, is_on_other_nodes=True)
         # An island may have read a name in the history, and not yet the inode that counts it.
         is_kept = held.inode.history or (is_island and history.list_names(self._db, held.inode.id))
         self.separates = bool(is_kept) and self._open_request.is_writer
