@@ -118,7 +118,7 @@ class PeerFailed(CkptfsError):
 
 
 class PeerRefused(PeerFailed):
-    """A peer refused: `code` is the errno (ENOSPC, ENOENT, EBUSY, EINVAL, EACCES)."""
+    """A peer refused a request: `code` is the errno (ENOSPC, ENOENT, EBUSY, EINVAL)."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

@@ -273,6 +273,19 @@ def test_revoked_keys_lose_what_they_had_while_the_node_serves(tmp_path: Path, k
     node.stop()
 
 
+def test_a_node_with_revoked_keys_counts_a_refusal_as_a_failure_of_the_peer(tmp_path: Path, keyring: Keyring) -> None:
+    """X11: not as the refusal of one content. So its status says why its files get no copies."""
+    node = PeerNode(tmp_path, "node1", keyring("node1"), revoked=RevocationList(tmp_path))
+    made = client("node5", keyring("node5"))
+    assert made.ping(node.there).rtt_s
+    certificates.write_revocations(tmp_path, {"node5": 1})
+    with pytest.raises(PeerFailed, match="node1 refuses: these keys were revoked") as failure:
+        eventually(lambda: not made.ping(node.there), what="the list is read again")
+    assert not isinstance(failure.value, PeerRefused)
+    made.close()
+    node.stop()
+
+
 def test_clients_refuse_a_server_with_revoked_keys(node: PeerNode, keyring: Keyring, tmp_path: Path) -> None:
     """TLS itself refuses it: the name that is demanded is not in the old certificate."""
     (tmp_path / "list").mkdir()
