@@ -19,9 +19,9 @@ import pytest
 import trio
 from shared_catalogs import reconnect, stored
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
-from simulated_mount import list_history, simulate
+from simulated_mount import ROOT_USER, list_history, simulate
 
-from ckptfs.catalog import history, inodes
+from ckptfs.catalog import history, history_names, inodes
 from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
 from ckptfs.digest import RunningDigest
@@ -314,6 +314,10 @@ def test_a_set_with_a_file_that_shows_a_former_state_is_not_the_latest() -> None
         found = await find_latest(maker)
         assert found.newest is None and "former content" in found.rejected[0].verdict.incomplete_reason
         assert list(await list_history(maker)) == ["step_*/step_1@1"], "no set is made of parts of two saves"
+        kept = history.list_sets(maker.db, history.list_series(maker.db)[0].directory)[0].directory
+        number = history_names.find_number(maker.db, kept, b"part_1-of-2.bin")
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            await maker.mount.history.open(number, os.O_RDONLY, ROOT_USER)
 
     async def find_latest(node: SimulatedNode) -> SearchResult:
         return (await node.mount.tracker._reader.find_latest(ROOT, b"")).answer.result

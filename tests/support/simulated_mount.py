@@ -11,6 +11,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
+from ckptfs_daemon.mount.handlers.history_tree import HistoryTree
 from ckptfs_daemon.mount.handlers.namespace_handlers import OrphanTracker
 from ckptfs_daemon.mount.open_files.mover_client import MoverClient
 from ckptfs_daemon.mount.open_files.open_file_table import OpenFileTable
@@ -54,6 +55,8 @@ class SimulatedMount:
         changes, self._orphans = ChangeRunner(self.context), OrphanTracker(self.context)
         self.tracker = SetTracker(self.context, changes, MountMemberReader(self.context, changes), self._orphans.add_unlinked)
         self.files = FileHandlers(self.context, changes)
+        attributes: Any = None
+        self.history = HistoryTree(self.context, changes, self.files, attributes)
         self.files.guard_writer = self.tracker.guard_writer
         node.sharing.on_nameless = self._orphans.add_unlinked
         node.on_sealed, node.before_change = self.tracker.wake, self.tracker.wait_for_set_before_change
