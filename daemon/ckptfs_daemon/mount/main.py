@@ -10,8 +10,10 @@ Crash safety: the supervisor keeps the connection and starts the next mount proc
 
 import contextlib
 import functools
+import logging
 import queue
 import socket
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -21,6 +23,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.coherence.key_state import DirtyKeyTracker
+from ckptfs.errors import CatalogUnavailable, NoSpace
 from ckptfs.model import DataPath, Tier
 from ckptfs.series.expiry import build_hold_check
 from ckptfs.store import etcd
@@ -50,6 +53,8 @@ from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from ckptfs_daemon.mount.sets.set_tracker import SetTracker
 
 import pyfuse3  # isort: skip
+
+log = logging.getLogger(__name__)
 
 
 def run(setup: ChildSetup) -> int:
@@ -134,13 +139,15 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         shim.start_tasks(nursery)
         nursery.start_soon(killable.end_waits, name="waits of killed callers")
         nursery.start_soon(_route_messages, context, tracker, name="messages")
-        nursery.start_soon(orphans.run_deletion, name="orphans")
+        nursery.start_soon(outlast, orphans.run_deletion, name="orphans")
         if context.open_files.kernel_owns_times:
             list_names = functools.partial(scans.list_names, context.db)
-            nursery.start_soon(context.unsent_times.run, list_names, pyfuse3.invalidate_entry, name="unsent times")
+            forget = functools.partial(context.unsent_times.run, list_names, pyfuse3.invalidate_entry)
+            nursery.start_soon(outlast, forget, name="unsent times")
         if not context.config.is_read_only:
             nursery.start_soon(tracker.run, name="checkpoint sets")
-        nursery.start_soon(run_reports, context.db, context.open_files.list_ways, name="report of handles")
+        reports = functools.partial(run_reports, context.db, context.open_files.list_ways)
+        nursery.start_soon(outlast, reports, name="report of handles")
         ipc.announce_ready(setup.link)
         await session.serve()
         # At unmount the kernel drops the releases that it has not sent yet.
@@ -149,6 +156,16 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         with trio.move_on_after(limits.ETCD_WAIT_S):
             await context.shared_namespace.wait_published()
         nursery.cancel_scope.cancel()
+
+
+async def outlast(task: Callable[[], Awaitable[None]]) -> None:
+    """Run a task, and run it again if it ends because the disk of the catalog is full or fails."""
+    while True:
+        try:
+            return await task()
+        except (NoSpace, CatalogUnavailable) as failure:
+            log.warning("%s; trying again", failure)
+            await trio.sleep(limits.RETRY_LAST_S)
 
 
 async def _route_messages(context: MountContext, tracker: SetTracker) -> None:
