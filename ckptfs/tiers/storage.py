@@ -17,6 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 
 from ckptfs import digest, disk, limits, procfs
@@ -37,6 +38,8 @@ PFS_WORK_DIRECTORY = ".ckptfs"
 GIVEN_UP = "given-up"
 """A file of this name in the NVMe directory confirms that the previous device will not come back."""
 _SHARED = "shared-bytes"
+CATALOG_RESERVE_BYTES, CATALOG_RESERVE_RATIO = 64 * limits.MIB, 0.125
+"""What contents leave free on the disk of the catalog, at most that share: without room there, nothing can be deleted either."""
 _NO_RESERVATIONS: Mapping[Tier, int] = {}
 _PFS_CAPACITY = {Tier.PFS: Capacity(limits.OFFSET_MAX, limits.OFFSET_MAX)}
 
@@ -59,6 +62,7 @@ class TierStorage(TierRoot):
         self._measured_used = (float("-inf"), 0, 0)
         self._measuring_s = 0.0
         self._growth = GrowthTable(growth_table or root / "growth")
+        self._state = growth_table.parent if growth_table is not None else None
         self.shares_filesystem = False
         """Whether the budget is smaller than the filesystem, which then does not enforce it."""
         self._can_share_blocks: bool | None = None
@@ -240,10 +244,19 @@ class TierStorage(TierRoot):
         if os.fstat(self.directory).st_nlink == 0:
             raise OSError(errno.ESTALE, "its directory of contents was removed while ckptfs runs", str(self.root))
 
+    @cached_property
+    def _is_on_disk_of_catalog(self) -> bool:
+        return self._state is not None and os.stat(self._state).st_dev == os.fstat(self.directory).st_dev
+
+    def _read_capacity(self) -> tuple[int, int]:
+        """Return the size of the filesystem and the bytes free, without what the catalog needs."""
+        found = space.read_capacity(self.directory)
+        reserve = int(min(CATALOG_RESERVE_BYTES, CATALOG_RESERVE_RATIO * found.total)) if self._is_on_disk_of_catalog else 0
+        return found.total - reserve, max(0, found.free - reserve)
+
     def _measure_capacity(self) -> Capacity:
         self._require_directory()
-        capacity = space.read_capacity(self.directory)
-        total, free = capacity.total, capacity.free
+        total, free = self._read_capacity()
         self.shares_filesystem = self._budget_bytes is not None and self._budget_bytes < total
         if self._budget_bytes is not None and self._budget_bytes < total:
             total = self._budget_bytes
@@ -260,6 +273,8 @@ class TierStorage(TierRoot):
     @contextlib.contextmanager
     def growing(self, growth: int) -> Iterator[None]:
         """Surround a write that adds up to `growth` bytes. Raises ENOSPC beyond the budget."""
+        if growth and self._is_on_disk_of_catalog and self._read_capacity()[1] < growth:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if not self.shares_filesystem or self._budget_bytes is None or not growth:
             yield
             return

@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, NotStarted, eventually
@@ -37,6 +38,29 @@ def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnde
     (daemon.path / "after").write_bytes(b"after")
     assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
     assert "Traceback" not in daemon.log
+
+
+def test_nvme_leaves_room_for_a_catalog_on_its_disk(data_path: str, make_daemon: Callable[..., DaemonUnderTest], tmp_path: Path) -> None:
+    """P10: if a disk that both use is full, files can be deleted, and then there is room again."""
+    daemon = make_daemon(data_path, start=False, ram="16M", pfs=None)
+    run("mount", "-t", "tmpfs", "-o", "size=128M", "none", tmp_path)
+    try:
+        for place in (daemon.state, daemon.nvme):
+            (tmp_path / place.name).mkdir()
+            run("mount", "--bind", tmp_path / place.name, place)
+        daemon.start()
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            for number in range(2000):
+                (daemon.path / f"f{number}").write_bytes(bytes(400_000))
+        left = os.statvfs(daemon.state)
+        assert left.f_bavail * left.f_frsize > 8 * MIB, "a change of the catalog takes room"
+        for name in os.listdir(daemon.path):
+            (daemon.path / name).unlink()
+        eventually(lambda: (daemon.path / "after").write_bytes(bytes(400_000)), what="there is room again")
+        daemon.unmount()
+    finally:
+        for place in (daemon.state, daemon.nvme, tmp_path):
+            run("umount", "-l", place)
 
 
 def test_a_full_nvme_at_the_first_start_is_refused_with_a_sentence(make_daemon: Callable[..., DaemonUnderTest]) -> None:
