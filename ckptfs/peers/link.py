@@ -216,7 +216,7 @@ class Link:
         """Return our error for a rejection by a peer."""
         if number == RejectReason.WRONG_DIGEST:
             return PeerCorrupt(f"{self.name}: {text}")
-        if number == RejectReason.STRANGER:  # It refuses this node, whatever it asks for.
+        if number == RejectReason.STRANGER:  # Not a request, but this node is refused.
             return PeerFailed(f"{self.name} refuses: {text}")
         if number == RejectReason.TOO_MANY:
             return PeerBusy(f"{self.name} is busy: {text}", number)
