@@ -234,9 +234,10 @@ def load_below(db: Database, store: Transactions, directory: int) -> set[int]:
         values = [value for items in outcome.results for item in items if (value := decode_item(item)) is not None]
         layer = [value["child"] for value in values if value["type"] == DIRECTORY_TYPE and value["child"] not in found]
         found.update(value["child"] for value in values)
-    unknown = [key for key in (SharedKey(INODE, inode) for inode in found) if not key_state.get_cached(db, key).revision]
-    inodes = parse_outcome(unknown, store.read(build_gets(unknown)))
-    written = [SharedKey(CONTENT, fields["content"]) for one in inodes.values() if (fields := one.value.fields) and fields["content"]]
+    unknown = [inode for inode in found if not key_state.get_cached(db, SharedKey(INODE, inode)).revision]
+    wanted = [SharedKey(kind, inode) for kind in (INODE, PFS_STATE) for inode in unknown]
+    inodes = parse_outcome(wanted, store.read(build_gets(wanted)))
+    written = [SharedKey(CONTENT, content) for one in inodes.values() if (content := (one.value.fields or {}).get("content"))]
     store_values = inodes | parse_outcome(written, store.read(build_gets(written)))
     apply_values(db, {key: one for key, one in store_values.items() if one.value.raw is not None}, RecentDeletes())
     return found

@@ -144,8 +144,11 @@ def test_a_wait_for_a_directory_covers_files_that_this_node_never_saw(tmp_path: 
         seal(one, sealed, content)
         await one.sharing.wait_published()
         locations.CopyRecords(MemoryStore(etcd), two.db, 3).announce([(_sealed(one, content), True)])
-        progress = _waiting(two, top, wanted)
-        assert (progress.done, progress.files_left) == (False, 2 if wanted is Level.PFS else 1)
+        there = await one.make("step/part/there")
+        put_on_pfs(etcd, there.id, "there")
+        assert ClusterFigures(cast(Any, None), two.db, two.store).load_below(top.id) >= {unsealed.id, sealed.id, there.id}
+        assert summary.get_level(two.db, there.id) is Level.PFS, "without another look at each file"
+        assert _waiting(two, top, wanted).files_left == (2 if wanted is Level.PFS else 1)
 
     play(tmp_path, 2, act)
 

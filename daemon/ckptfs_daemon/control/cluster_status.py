@@ -263,7 +263,7 @@ class ClusterFigures:
             self._lost &= self._refreshed_s.keys()
 
     def load_file(self, inode: int) -> ListedFile | None:
-        """Return a file of the catalog; None if it is gone, here or in the store.
+        """Return a file of the catalog; None if it is gone, on this node or in the store.
 
         A content is LOST if its writer on another node has lost it.
         """
