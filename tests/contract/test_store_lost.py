@@ -46,6 +46,17 @@ def register(node: Node) -> None:
 some_nodes = async_tests(play)
 
 
+@pytest.fixture(autouse=True)
+def threads_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Do at once what a thread would do: virtual time does not wait for threads."""
+
+    async def run_at_once(act: Callable[..., object], *arguments: object) -> object:
+        await trio.lowlevel.checkpoint()
+        return act(*arguments)
+
+    monkeypatch.setattr("trio.to_thread.run_sync", run_at_once)
+
+
 def is_reported(node: Node) -> bool:
     return "ckptfs cluster adopt" in str(summary.list_troubles(node.db, "store"))
 

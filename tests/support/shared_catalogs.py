@@ -336,18 +336,12 @@ def start_on(nursery: trio.Nursery, node: Node, act: Callable[..., Awaitable[Non
 
 
 async def running(nodes: Sequence[Node], act: Callable[[], Awaitable[T]]) -> T:
-    """Do `act` while the nodes tell what they change. Threads are done at once: virtual time does not wait for them."""
-
-    async def run_at_once(act: Callable[..., T], *arguments: object) -> T:
-        await trio.lowlevel.checkpoint()
-        return act(*arguments)
-
-    with mock.patch("trio.to_thread.run_sync", run_at_once):
-        async with trio.open_nursery() as nursery:
-            for node in nodes:
-                start_on(nursery, node, node.sharing.run)
-            result = await act()
-            nursery.cancel_scope.cancel()
+    """Do `act` while the nodes tell what they change."""
+    async with trio.open_nursery() as nursery:
+        for node in nodes:
+            start_on(nursery, node, node.sharing.run)
+        result = await act()
+        nursery.cancel_scope.cancel()
     return result
 
 
