@@ -67,6 +67,8 @@ def test_who_is_below_a_directory(mount: Area) -> None:
 @pytest.mark.skipif(os.geteuid() != 0, reason="NOT TESTED HERE: a mount namespace needs root")
 def test_who_is_in_a_container(mount: Area, tmp_path: Path) -> None:
     """A bind mount at another place, in a namespace of its own."""
+    if subprocess.run(["unshare", "--mount", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("NOT TESTED HERE: no mount namespace can be made in a chroot")
     inside = mount.path / "run"
     inside.mkdir()
     (inside / "model.pt").write_bytes(b"x")

@@ -125,7 +125,7 @@ def find_users(path: Path) -> WhoJson:
     """Return the processes that use a file, or anything below a directory. Raises NoMount, CommandFailed."""
     mount, inode = find_inode(os.path.realpath(path))
     target = _find_target(path, inode)
-    views: dict[tuple[str, str], View] = {}
+    views: dict[tuple[str, int, int], View] = {}
     answer: WhoJson = {"path": str(path), "processes": [], "hidden": 0, "open_handles": None}
     for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
         if pid == os.getpid():
@@ -177,11 +177,12 @@ def _find_inner_path(view: View, text: str) -> str | None:
     return next((inner for entry in deepest if (inner := _get_inner_path(entry, text)) is not None), None)
 
 
-def _list_uses(pid: int, target: Target, views: dict[tuple[str, str], View]) -> Uses:
+def _list_uses(pid: int, target: Target, views: dict[tuple[str, int, int], View]) -> Uses:
     """Return how a process uses the target. Raises PermissionError, and other OSErrors if it ends."""
     uses, place = Uses(), f"/proc/{pid}"
     names = os.listdir(f"{place}/fd")
-    namespace = os.readlink(f"{place}/ns/mnt"), os.readlink(f"{place}/root")
+    root = os.stat(f"{place}/root")  # The link of a root outside this process's own one says "/", too.
+    namespace = os.readlink(f"{place}/ns/mnt"), root.st_dev, root.st_ino
     if namespace not in views:
         entries = procfs.list_mount_entries(f"{place}/mountinfo")
         views[namespace] = {entry.id: entry for entry in entries if entry.device == target.entry.device}
