@@ -20,7 +20,7 @@ PREFIX=${PREFIX:-/opt/ckptfs}
 
 # Packages of the daemon, and additional ones of the tests.
 PACKAGES_BASE="ca-certificates gcc libc6-dev pkg-config libfuse3-dev fuse3 python3 python3-dev python3-venv"
-PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio fish git gromacs lammps mandoc munge procps rsync shellcheck slurm-client slurmctld slurmd sqlite3 strace stress-ng xfsprogs zsh"
+PACKAGES_TEST="acl attr bindfs btrfs-progs dbench e2fsprogs etcd-server fio fish git gromacs lammps mandoc munge procps rsync shellcheck slurm-client slurmctld slurmd sqlite3 strace stress-ng xfsprogs xxd zsh"
 PACKAGES_DEB="build-essential debhelper dpkg-dev"
 PACKAGES_DEB_TEST="debootstrap lintian"
 # The page is tested in a browser. Ubuntu's chromium is a snap, which the tests cannot drive; they skip there.
