@@ -227,7 +227,7 @@ LABELS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("label", [label for label in LABELS if label != "fetch:answered"])
+@pytest.mark.parametrize("label", [label for label in LABELS if label not in ("tier:create", "fetch:answered")])
 def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_fault", f"{label}=EIO@*")
     assert world.bring("d/file").state == mover_requests.FAILED
@@ -235,6 +235,13 @@ def test_an_error_is_answered_and_leaves_nothing(world: World, label: str, monke
     assert list(world.tiers[Tier.RAM].contents()) == []
     world.check()
     assert world.bring("d/file").result == mover_requests.FETCHED
+
+
+def test_a_file_is_read_on_the_pfs_if_ram_fails(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_fault", "tier:create=EIO@*")
+    assert world.bring("d/file").result == mover_requests.DIRECT
+    assert list(world.tiers[Tier.RAM].contents()) == []
+    world.check()
 
 
 @pytest.mark.parametrize(("label", "code"), [("tier:create", "ENOSPC"), ("fetch:write", "ENOSPC"), ("fetch:write", "EDQUOT")])

@@ -27,7 +27,7 @@ from typing import Any
 from ckptfs import __version__, limits, procfs
 from ckptfs.catalog import database
 from ckptfs.config import Config
-from ckptfs.errors import CatalogDamaged, CkptfsError
+from ckptfs.errors import CkptfsError
 from ckptfs.event_log import EventKind
 from ckptfs.model import DataPath
 from ckptfs_daemon import ipc, logs
@@ -352,8 +352,8 @@ class Supervisor:
         """Return why the mount process dies. After a clean end, a start does not search for damage."""
         try:
             database.check_file(self._config.state / "catalog.db")
-        except CatalogDamaged as damage:
-            return f"{damage}; {damage.remedy}"
+        except CkptfsError as failure:
+            return f"{failure}; {failure.remedy}"
         return "the log says what it died of"
 
     def _give_up(self, sentence: str) -> None:
