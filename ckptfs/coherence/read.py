@@ -20,7 +20,7 @@ from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, Value, build_names_prefix, encode_key
 from ckptfs.coherence.unreadable_keys import log_unreadable
 from ckptfs.coherence.value_checks import UNREADABLE, ValueUnreadable, decode_item, parse_key, parse_value
-from ckptfs.store.kv import Get, Outcome, Transactions, prefix_end
+from ckptfs.store.kv import Get, Outcome, Transactions, prefix_end, read_all
 
 
 class StoreValue(NamedTuple):
@@ -230,8 +230,8 @@ def load_below(db: Database, store: Transactions, directory: int) -> set[int]:
     found: set[int] = set()
     layer = [directory]
     while layer:
-        outcome = store.read([Get(names, prefix_end(names)) for names in map(build_names_prefix, layer)])
-        values = [value for items in outcome.results for item in items if (value := decode_item(item)) is not None]
+        items = [item for names in map(build_names_prefix, layer) for item in read_all(store, names)[1]]
+        values = [value for item in items if (value := decode_item(item)) is not None]
         layer = [value["child"] for value in values if value["type"] == DIRECTORY_TYPE and value["child"] not in found]
         found.update(value["child"] for value in values)
     unknown = [inode for inode in found if not key_state.get_cached(db, SharedKey(INODE, inode)).revision]
