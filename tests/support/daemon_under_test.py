@@ -57,16 +57,20 @@ def list_readable(*sockets: socket.socket) -> list[socket.socket]:
 
 
 def eventually(condition: Callable[[], Any], timeout: float = 120.0, what: str = "", pause_s: float = 0.02) -> Any:
-    """Ask `condition` again and again until it is true; its value. Fails the test after `timeout` seconds."""
+    """Ask `condition` again and again until it is true; its value. Fails the test after `timeout` seconds.
+
+    The pause is as long as the condition takes: one that starts processes does not keep a processor busy.
+    """
     deadline = time.monotonic() + timeout
     pause = threading.Event()
     while True:
+        begun = time.monotonic()
         value = condition()
         if value:
             return value
         if time.monotonic() > deadline:
             raise AssertionError(f"not so within {timeout:.0f} s: {what or condition}")
-        pause.wait(pause_s)
+        pause.wait(max(pause_s, time.monotonic() - begun))
 
 
 def environment(**more: str) -> dict[str, str]:
