@@ -78,4 +78,5 @@ def test_stress_ng(mount: Area, stressors: tuple[str, ...]) -> None:
     """F4: a second of each, some of them at once."""
     need("stress-ng")
     words = [word for name in stressors for word in (f"--{name}", "1")]
-    run("stress-ng", *words, "-t", "1", "--temp-path", mount.path, "--verify", *SIZES)
+    # 7: it ended a process of its own within its count of operations, which is of no interest here.
+    run("sh", "-c", 'stress-ng "$@" || [ $? = 7 ]', "sh", *words, "-t", "1", "--temp-path", mount.path, "--verify", *SIZES)
