@@ -85,15 +85,6 @@ class SetTree:
     symlinks: dict[bytes, Inode]
 
 
-def is_former_shown(db: Database, inode: int) -> bool:
-    """Return True if a file shows a former state, because the newest one is lost."""
-    query = (
-        "SELECT 1 FROM inode WHERE id = ? AND json_extract(salvaged, '$.shown') = generation"
-        " AND coalesce(json_extract(salvaged, '$.shows'), content) IS content"
-    )
-    return db.value(query, inode) is not None
-
-
 def find_set_file(db: Database, inode: int) -> SetFile | None:
     """Return a file of a member. Returns None if it is gone, open, claimed by a writer, or not sealed yet."""
     row = db.row(

@@ -26,6 +26,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace, TierUnavailable
 from ckptfs.model import LOCAL_TIERS, Tier, file_name
+from ckptfs.quantities import format_count
 from ckptfs.tiers import health, prepared, reflink, space
 from ckptfs.tiers.growth import GrowthTable, bound_allocation_ahead
 from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
@@ -531,7 +532,7 @@ def _count_only_copies(db: Database, storage: TierStorage) -> int:
 
 def _exclude_nvme(db: Database, tiers: Tiers, only_copies: int) -> None:
     root = tiers[Tier.NVME].root
-    files = "1 file exists" if only_copies == 1 else f"{only_copies} files exist"
+    files = format_count(only_copies, "file exists", "files exist")
     error = f"{root} is not the directory that this catalog knows, and {files} only there"
     remedy = f"mount the device that belongs at {root} and start again; if it will never come back, create the file {root / GIVEN_UP}"
     log.error("nvme: %s; the node runs without it (%s)", error, remedy)

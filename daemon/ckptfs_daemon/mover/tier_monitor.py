@@ -20,6 +20,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.errors import CatalogUnavailable, NoSpace, TierUnavailable
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
+from ckptfs.quantities import format_count
 from ckptfs.tiers import health, pfs_identity
 from ckptfs.tiers.health import Health, HealthState
 from ckptfs.tiers.space import Capacity
@@ -116,7 +117,7 @@ class TierMonitor:
             summary.set_trouble(self._db, where, None)
             return
         count = copies.count_only_copies(self._db, self._storage.tier)
-        files = "1 file exists" if count == 1 else f"{count} files exist"
+        files = format_count(count, "file exists", "files exist")
         what = f"{files} only on {self._storage.tier}, which is down: {verdict.error}; reads fail with EIO"
         summary.set_trouble(self._db, where, {"what": what, "path": paths[0], "remedy": verdict.remedy or REMEDY})
         for path in paths:

@@ -16,7 +16,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NoReturn
 
 from ckptfs import limits
-from ckptfs.catalog import history, history_names, inodes, namespace, set_members, summary
+from ckptfs.catalog import history, history_names, inodes, namespace, summary
+from ckptfs.coherence import salvage_records
 from ckptfs.errors import posix_error
 from ckptfs.model import ROOT, Inode
 from ckptfs_daemon.fuse import request
@@ -162,7 +163,7 @@ class HistoryTree(ReadOnlyTree):
             raise posix_error(errno.EROFS)
         await self._refresh(inode)
         number = self._get(inode).id
-        if set_members.is_former_shown(self._context.db, number):
+        if salvage_records.is_former_shown(self._context.db, number):
             raise posix_error(errno.EIO)  # The set had other bytes.
         opened = await self._files.open(number, flags, ctx, shown=inode)
         opened.keep_cache = False

@@ -23,6 +23,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SeriesRecord
 from ckptfs.catalog.history_names import SetName
 from ckptfs.catalog.namespace import NotImported
+from ckptfs.coherence import salvage_records
 from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import ROOT, ContentState, CopyState, Inode, Level, Tier
 from ckptfs.series import (
@@ -173,7 +174,7 @@ class MountMemberReader:
         await self._context.shared_namespace.refresh_copies(number)
         inode, record = self._context.get_inode(number), summary.load_file_record(self._context.db, number)
         reason = find_incomplete_reason(record, inode.size)
-        if is_part and set_members.is_former_shown(self._context.db, number):
+        if is_part and salvage_records.is_former_shown(self._context.db, number):
             reason = "shows its former content, which may be of another save: the newer one is lost"
         return MemberFile(inode.size, lifecycle.level(record), reason, inode.mtime_ns, inode.ctime_ns)
 
