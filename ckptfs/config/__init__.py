@@ -18,7 +18,7 @@ import socket
 import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,6 @@ from ckptfs.config.schema import (
     SETTINGS,
     SETTINGS_BY_NAME,
     Config,
-    RetentionRule,
     Setting,
     is_loopback,
     is_wildcard,
@@ -48,9 +47,9 @@ from ckptfs.config.schema import (
     parse_size,
 )
 from ckptfs.errors import ConfigError, TimedOut
-from ckptfs.model import UNIX_PREFIX, CliqueLost, DataPath, Level, SeriesRule
+from ckptfs.model import UNIX_PREFIX, Level
 
-__all__ = ["RAM_BYTES_MIN", "Config", "from_json", "is_known_option", "load", "parse_options", "parse_seconds", "parse_size", "to_json"]
+__all__ = ["RAM_BYTES_MIN", "Config", "is_known_option", "load", "parse_options", "parse_seconds", "parse_size"]
 
 RULES, SERIES = "retention", "series"
 """The keys of the tables of rules, and the fields of Config."""
@@ -179,22 +178,6 @@ def get_default_state(name: str) -> Path:
         return Path("/var/lib/ckptfs") / name
     home = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     return Path(home) / "ckptfs" / name
-
-
-def to_json(config: Config) -> str:
-    """Encode for child processes of the supervisor; `from_json` decodes without new checks."""
-    return json.dumps({key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()})
-
-
-def from_json(text: str) -> Config:
-    values: dict[str, Any] = json.loads(text)
-    for key in SETTINGS:
-        if key.parse is parse_path and values[key.field] is not None:
-            values[key.field] = Path(values[key.field])
-    words = {"fsync": Level(values["fsync"]), "data_path": DataPath(values["data_path"]), "clique_lost": CliqueLost(values["clique_lost"])}
-    rules = {RULES: tuple(RetentionRule(**rule) for rule in values[RULES]), SERIES: tuple(SeriesRule(**rule) for rule in values[SERIES])}
-    lists = {"etcd": tuple(values["etcd"]), "origins": tuple((field, origin) for field, origin in values["origins"])}
-    return Config(**(values | words | rules | lists))
 
 
 def build_sample() -> str:

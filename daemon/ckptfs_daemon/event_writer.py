@@ -29,15 +29,22 @@ class EventWriter:
     """The event log of this process. Thread-safe. Before `open` and after `close` events are dropped."""
 
     def __init__(self) -> None:
-        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._directory: Path | None = None
         self._common: dict[str, str] = {}
+        self._has_failed = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._has_failed = False
 
     def open(self, state: Path, *, node: str, mount: str) -> None:
-        """Write to the log in a state directory from now on. `node`: the name of the host by default."""
+        """Write to the log in a state directory from now on. `node`: the name of the host by default.
+
+        What was recorded before is left to the parent, if this process is a fork: it lacks the thread that writes it.
+        """
+        self._begin()
         self._common = {"node": node or socket.gethostname(), "mount": mount}
         self._directory = state / event_log.DIRECTORY
 

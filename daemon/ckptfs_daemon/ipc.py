@@ -3,18 +3,16 @@
 Mount and mover wake each other over a socket pair, the wake channel. A wake-up is a hint: the catalog says what there is to do. Numbers in
 its messages are little endian.
 
-Each child has one socket to its supervisor, the link. The first message on it is the assignment: the role and the configuration as JSON,
-with the descriptors that the role needs. A process that has already imported its modules can therefore take any role at once. Afterwards
-the link carries READY and heartbeats to the supervisor, the stop request to the child, and log levels and upgrades both ways.
+Each child has one socket to its supervisor, the link. It carries READY and heartbeats to the supervisor, the stop request to the child,
+and log levels and upgrades both ways.
 
 `ProgressSignal` wakes threads of the mover that wait for a change in the catalog.
 
 Invariants:
 - A child whose supervisor has ended exits at once, because another daemon may already do its work.
-- A child takes no role from a supervisor of another version. That happens if the installation is replaced under a running daemon.
 
 Crash safety: messages wait in the sockets, which the supervisor keeps open, for the next process. If a child dies, the supervisor sees the
-end of its link and gives the assignment to another one.
+end of its link and starts another one.
 """
 
 import contextlib
@@ -28,16 +26,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import NoReturn
 
-from ckptfs import __version__, config, limits
+import trio
+
+from ckptfs import limits
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, InvalidArgument, TimedOut
 from ckptfs_daemon import logs
-
-if TYPE_CHECKING:
-    import trio
 
 # To the mover. URGENT_REQUEST is followed by the kind of a request on which an application waits.
 WORK = b"."
@@ -74,10 +71,6 @@ LOG_LEVEL = b"level "
 UPGRADE = b"upgrade "
 """Followed by a `Successor` from the mover, and by why it is refused from the supervisor. It ends the mover if it is not refused."""
 
-OTHER_VERSION = b"version "
-"""From a child that has another version than its supervisor and takes no role, followed by that version."""
-
-ASSIGNMENT_BYTES_MAX = 128 * 1024
 log = logging.getLogger(__name__)
 HEARTBEAT_INTERVAL_S = 5.0
 LINK_MESSAGE_BYTES_MAX = 1024
@@ -117,8 +110,6 @@ class WakeChannel:
 
     async def receive_messages(self) -> AsyncIterator[bytes]:
         """Yield every message until all copies of the other end are closed."""
-        import trio  # Here and below: the supervisor, which runs none of these, does without.
-
         while True:
             await trio.lowlevel.wait_readable(self._end)
             try:
@@ -141,13 +132,11 @@ def parse_message(message: bytes) -> tuple[bytes, int, bytes]:
     return message[:1], int.from_bytes(message[1:9], "little"), message[9:]
 
 
-def call_soon(token: "trio.lowlevel.TrioToken", act: Callable[..., object], *arguments: object) -> None:
+def call_soon(token: trio.lowlevel.TrioToken, act: Callable[..., object], *arguments: object) -> None:
     """Run `act` in trio's thread soon. Any thread may call this.
 
     Nothing runs if the loop has ended.
     """
-    import trio
-
     with contextlib.suppress(trio.RunFinishedError):
         token.run_sync_soon(act, *arguments, idempotent=True)
 
@@ -177,68 +166,30 @@ class MountNotify:
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
-    """What the supervisor decides when it gives a child its role."""
+class ChildSetup:
+    """What the supervisor gives a child: its role, and the descriptors for it.
+
+    `fuse_fd` and `table_fd`, of the connection and the table of its requests, are -1 for the mover.
+    """
 
     role: str
     config: Config
     is_resumed: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ChildSetup(Assignment):
-    """An assignment as the child received it, with its descriptors."""
-
     link: socket.socket
     wake_socket: socket.socket
     fuse_fd: int
     table_fd: int
 
-
-def send_assignment(link: socket.socket, assignment: Assignment, wake_socket: socket.socket, fuse_fds: tuple[int, ...]) -> None:
-    """Send its assignment to the child at the other end of `link`. Raises OSError if it ended.
-
-    `fuse_fds`: for the mount process, the connection and the table of its requests; for the mover nothing.
-    """
-    message = {
-        "version": __version__,
-        "role": assignment.role,
-        "config": config.to_json(assignment.config),
-        "resumed": assignment.is_resumed,
-    }
-    socket.send_fds(link, [json.dumps(message).encode()], [wake_socket.fileno(), *fuse_fds])
+    def list_descriptors(self) -> list[int]:
+        return [fd for fd in (self.link.fileno(), self.wake_socket.fileno(), self.fuse_fd, self.table_fd) if fd >= 0]
 
 
-class OtherVersion(CkptfsError):
-    """The supervisor has another version than this process."""
-
-
-def receive_assignment(link: socket.socket) -> ChildSetup | None:
-    """Wait for the assignment. None: the supervisor has ended, or asks to stop. Raises OtherVersion."""
-    body, descriptors, _flags, _address = socket.recv_fds(link, ASSIGNMENT_BYTES_MAX, 3)
-    if not body or body == STOP:
-        return None
-    message: dict[str, Any] = json.loads(body)
-    theirs = message.get("version", "unknown")
-    if theirs != __version__:
-        with contextlib.suppress(OSError):
-            link.send(OTHER_VERSION + __version__.encode())
-        raise OtherVersion(f"this process has version {__version__}, its supervisor version {theirs}", remedy="the supervisor is replaced")
-    return ChildSetup(
-        role=message["role"],
-        config=config.from_json(message["config"]),
-        link=link,
-        wake_socket=socket.socket(fileno=descriptors[0]),
-        fuse_fd=descriptors[1] if len(descriptors) > 1 else -1,
-        table_fd=descriptors[2] if len(descriptors) > 2 else -1,
-        is_resumed=message["resumed"],
-    )
+ServeRole = Callable[[ChildSetup], int]
+"""What a child runs. Returns its exit code."""
 
 
 async def send_heartbeats(link: socket.socket) -> None:
     """Send heartbeats until cancelled: they show that the trio thread runs, even if worker threads hang."""
-    import trio
-
     while True:
         # If the supervisor has ended, `wait_for_stop` notices.
         with contextlib.suppress(OSError):
@@ -315,8 +266,6 @@ async def wait_for_stop(
     link: socket.socket, on_drain: Callable[[], None] = lambda: None, on_refusal: Callable[[str], None] = lambda reason: None
 ) -> None:
     """Wait for the stop request; exit if the supervisor has ended. Serve its other messages meanwhile."""
-    import trio
-
     while True:
         await trio.lowlevel.wait_readable(link)
         try:

@@ -39,7 +39,7 @@ def goes_to_journal() -> bool:
 
 
 def configure(role: str, level: str) -> None:
-    """Log to stderr as `role` from now on. Called again when a spare takes its role."""
+    """Log to stderr as `role` from now on."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(OneLine(role, journal=goes_to_journal()))
     root = logging.getLogger()

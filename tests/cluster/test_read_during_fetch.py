@@ -134,7 +134,7 @@ def test_a_file_on_its_way_is_mapped_copied_and_opened_for_writing(far: ClusterU
 @pytest.mark.parametrize("role", ["mount", "mover"])
 def test_a_reader_does_not_notice_that_a_process_dies(far: ClusterUnderTest, role: str) -> None:
     """P8: kill -9 in the middle of a file that is read as it comes."""
-    far.expect_warning(r"\b(mount|mover|spare)\b.*(killed|died|ended|signal)")
+    far.expect_warning(r"\b(mount|mover)\b.*(killed|died|ended|signal)")
     with limited(far):
         data = written(far, role)
         with open(far[1].path / role, "rb", buffering=0) as file:

@@ -24,7 +24,6 @@ import grpc
 import pytest
 import trio
 from ckptfs_daemon.mover.cluster_services import serve_peers
-from ckptfs_daemon.supervisor import children
 from daemon_under_test import eventually
 from etcd_server import free_ports
 from peer_world import CLUSTER, Keyring, MemoryContentHost, PeerNode, client, offer_of
@@ -308,6 +307,8 @@ def refuses(made: PeerClient, node: PeerNode) -> bool:
 SERVES = """
 import sys
 from pathlib import Path
+from ckptfs_daemon.__main__ import silence_grpc
+silence_grpc()
 from ckptfs.clique import certificates
 from peer_world import PeerNode
 node = PeerNode(Path(sys.argv[1]), "node1", certificates.load(Path(sys.argv[2])))
@@ -318,11 +319,11 @@ node.stop()
 
 
 def test_unauthenticated_connections_leave_no_line_each_in_the_log(tmp_path: Path, keyring: Keyring) -> None:
-    """In the environment of the daemon's children gRPC writes nothing of its own: whoever can reach the port could fill the disk."""
+    """In the daemon gRPC writes nothing of its own: whoever can reach the port could fill the disk."""
     mine = keyring("node1")
     keyring("node2")
-    environment = children.build_environment()
-    environment["PYTHONPATH"] += f":{Path(__file__).parents[1] / 'support'}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("GRPC_VERBOSITY", None)
     command = [sys.executable, "-c", SERVES, str(tmp_path), str(keyring.directory / "node1")]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment

@@ -124,7 +124,7 @@ def _kill_supervisor(daemon: DaemonUnderTest) -> None:
     """kill -9, and wait until the children have followed by themselves."""
     assert daemon.process is not None
     daemon.expect_warning("the supervisor has ended")
-    children = [daemon.pid(role) for role in ("mount", "mover", "spare") if daemon.processes()[role]["pid"]]
+    children = [daemon.pid(role) for role in ("mount", "mover") if daemon.processes()[role]["pid"]]
     daemon.process.kill()
     daemon.process.wait(60)
     eventually(lambda: all(_gone(pid) for pid in children), what="the children end when their supervisor is gone")
@@ -235,14 +235,7 @@ def test_sigterm_on_a_mount_in_use_lets_open_files_be_finished(fresh_mount: Daem
 def test_the_processes_of_an_idle_node_are_small_and_idle(make_daemon: Callable[..., DaemonUnderTest]) -> None:
     """Together under 200 MB."""
     daemon = make_daemon("auto")
-    eventually(lambda: daemon.processes()["spare"]["pid"])
-    pids = [daemon.pid(role) for role in ("supervisor", "mount", "mover", "spare")]
-
-    def warm() -> bool:
-        return "ckptfs-spare" in Path(f"/proc/{pids[3]}/comm").read_text() and _resident(pids[3]) > 20_000
-
-    eventually(warm)
-    assert sum(_resident(pid) for pid in pids) < 200_000
+    assert sum(_resident(daemon.pid(role)) for role in ("supervisor", "mount", "mover")) < 200_000
 
 
 def _resident(pid: int) -> int:

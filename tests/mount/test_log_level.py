@@ -21,7 +21,6 @@ def test_all_processes_and_those_after_them(make_daemon: Any) -> None:
     assert daemon.command("log-level", daemon.path, "debug").stdout == "debug\n"
     eventually(lambda: {"supervisor", "mount", "mover"} <= speakers(daemon), what="all speak")
     for role in ("mover", "mount"):
-        daemon.pid("spare")
         end = len(daemon.log)
         daemon.kill(role)
         eventually(lambda role=role, end=end: role in speakers(daemon, end), what=f"the next {role} speaks")

@@ -222,7 +222,7 @@ class DaemonUnderTest:
 
     def kill(self, role: str, *, wait: bool = True) -> None:
         """SIGKILL the process of that role; returns when another one has taken its place (and, for the mount, answers)."""
-        self.expect_warning(rf"\b(mount|mover|spare)\b.*({role}|killed|died|ended|signal)")
+        self.expect_warning(rf"\b(mount|mover)\b.*({role}|killed|died|ended|signal)")
         old = self.pid(role)
         os.kill(old, signal.SIGKILL)
         if wait:
@@ -339,7 +339,7 @@ def _read_until_end(fd: int, timeout: float) -> bytes:
 
 
 def _pids(processes: dict[str, Any]) -> list[int]:
-    children = (processes.get(role, {}) for role in ("mount", "mover", "spare"))
+    children = (processes.get(role, {}) for role in ("mount", "mover"))
     return [int(child["pid"]) for child in children if child.get("pid")]
 
 

@@ -55,7 +55,6 @@ def test_every_option(place: Path) -> None:
         synced_interval_s=90.0, refresh_interval_s=7200.0,
         drain_deadline_s=1.5, log_level="debug", allow_other=False, metrics="unix:/run/m",
     )  # fmt: skip
-    assert config.from_json(config.to_json(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -273,7 +272,6 @@ def test_a_cluster_with_everything(place: Path, keys: Path) -> None:
         clique_wait_s=5.0, clique_lost=CliqueLost.LOCAL,
         etcd_ca=keys / "ca.pem", etcd_cert=keys / "node.pem", etcd_key=keys / "node.key",
     )  # fmt: skip
-    assert config.from_json(config.to_json(found)) == found
 
 
 def test_a_node_is_named_after_its_machine(place: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,7 +395,6 @@ def test_retention_rules(place: Path) -> None:
         RetentionRule("**/ckpt-*", keep_local=2, keep_pfs=3, pfs_every=10),
         RetentionRule("*", keep=1, pfs_interval_s=1800.0),
     )
-    assert config.from_json(config.to_json(found)) == found
 
 
 @pytest.mark.parametrize(
@@ -451,4 +448,3 @@ def test_ro_and_rw_are_flags_of_the_kernel(place: Path) -> None:
     """A mount for login nodes; fstab and systemd also pass rw."""
     assert load(place, ro="").is_read_only and load(place, ro="").mount_flags & 1
     assert not load(place).is_read_only and not load(place, rw="").is_read_only
-    assert config.from_json(config.to_json(load(place, ro=""))).is_read_only

@@ -36,8 +36,7 @@ def configured(tmp_path: Path) -> Config:
         "config": str(file), "state": str(tmp_path / "state"), "ram": "2G", "cluster": "c", "keys": str(tmp_path / "keys"),
         "address": "n1:7420", "node": "n1",
     }  # fmt: skip
-    # As the mover gets it from the supervisor.
-    return config.from_json(config.to_json(config.load("job", tmp_path / "mnt", options)))
+    return config.load("job", tmp_path / "mnt", options)
 
 
 def test_each_option_says_where_it_was_given(configured: Config, tmp_path: Path) -> None:

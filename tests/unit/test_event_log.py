@@ -1,5 +1,6 @@
 """The event log: its records, its writer in several processes, rotation, and readers that follow it. G6."""
 
+import fcntl
 import json
 import logging
 import os
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 from ckptfs_daemon import event_writer
 from ckptfs_daemon.event_writer import EventWriter, append_lines
+from ckptfs_daemon.supervisor import children
+from daemon_under_test import eventually
 
-from ckptfs import event_log
+from ckptfs import disk, event_log
 from ckptfs.event_log import EventKind, LoggedEvent, Position
 
 NOW_NS = 1_763_894_000_123_456_000
@@ -225,3 +228,26 @@ def test_a_disk_that_hangs_holds_nobody(tmp_path: Path, monkeypatch: pytest.Monk
     assert writer._queue.qsize() == 50
     writer.close()
     goes_on.set()
+
+
+def test_a_fork_writes_what_it_records_and_nothing_else(tmp_path: Path, log: Path) -> None:
+    """It has the queue of its parent, but not the thread that writes it."""
+    writer = EventWriter()
+    writer.open(tmp_path, node="n1", mount="run1")
+    log.mkdir()
+
+    def record_another() -> int:
+        writer.open(tmp_path, node="n1", mount="run1")
+        writer.record(EventKind.LOAD, number=3)
+        writer.close()
+        return 0
+
+    with disk.closing(os.open(log, os.O_RDONLY | os.O_DIRECTORY)) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        writer.record(EventKind.LOAD, number=1)
+        eventually(writer._queue.empty, what="the thread has taken it and waits for the lock")
+        writer.record(EventKind.LOAD, number=2)
+        pid = children.fork(record_another, [])
+    assert os.waitpid(pid, 0)[1] == 0
+    writer.close()
+    assert sorted(number or 0 for number in numbers(log)) == [1, 2, 3]

@@ -9,7 +9,6 @@ import trio
 from ckptfs_daemon import ipc
 from ckptfs_daemon.ipc import MountNotify, Successor, WakeChannel
 
-from ckptfs import __version__
 from ckptfs.errors import InvalidArgument, TimedOut
 
 
@@ -67,14 +66,6 @@ def test_hints_that_follow_closely_are_left_out_and_urgent_ones_never(
     now_s += ipc.WORK_INTERVAL_MIN_S
     channel.notify(ipc.WORK)
     assert heard(ends[1], 7) == [ipc.WORK, *[ipc.URGENT_REQUEST] * 5, ipc.WORK]
-
-
-def test_a_child_takes_no_role_from_another_version(ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch) -> None:
-    """X2: the installation was replaced under the supervisor. Both versions are named, and the supervisor hears of it."""
-    ends[0].send(b'{"version": "0.1.9", "role": "mover"}')
-    with pytest.raises(ipc.OtherVersion, match=f"this process has version {__version__}, its supervisor version 0.1.9"):
-        ipc.receive_assignment(ends[1])
-    assert ends[0].recv(100) == ipc.OTHER_VERSION + __version__.encode()
 
 
 def test_a_child_that_is_ready_after_the_end_of_its_supervisor_exits_in_one_line(

@@ -102,9 +102,7 @@ def load(place: Path, text: str) -> tuple[SeriesRule, ...]:
     for name in ("mnt", "state"):
         (place / name).mkdir(exist_ok=True)
     (place / "mount.toml").write_text(text)
-    found = config.load("job", place / "mnt", {"config": str(place / "mount.toml"), "state": str(place / "state")})
-    assert config.from_json(config.to_json(found)) == found
-    return found.series
+    return config.load("job", place / "mnt", {"config": str(place / "mount.toml"), "state": str(place / "state")}).series
 
 
 def test_tables(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 CACHE_RATIO = 20
 """Counting in a large catalog takes long: a result is kept for this many times as long as it took."""
-ROLES = ("supervisor", "mount", "mover", "spare")
+ROLES = ("supervisor", "mount", "mover")
 
 
 class CachedFigure(Generic[Value]):

@@ -1,7 +1,7 @@
-"""The supervisor's child processes: start, assignment, messages, end; and when a role is restarted.
+"""The supervisor's child processes: start, messages, end; and when a role is restarted.
 
-A child is a new interpreter that imports its modules and waits on its link for its assignment. A spare has no role yet, so it replaces a
-dead mount process in milliseconds.
+A child is a fork of the supervisor, which has imported the modules of all roles: it serves within milliseconds, and has the version of the
+supervisor even if the installation was replaced meanwhile. It starts with one thread and without descriptors but those of its role.
 
 The restart policy is pure: times in, decisions out. A child that was ready and was killed (SIGKILL by a person, a test or the OOM killer)
 is restarted at once, however often that happens. A child that dies of itself, or before it was ready, waits longer each time. Kills before
@@ -11,64 +11,50 @@ Crash safety: if the supervisor dies, its children see the end of their links an
 """
 
 import contextlib
+import gc
+import logging
 import os
+import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import NoReturn
 
-import ckptfs
-import ckptfs_daemon
 from ckptfs import limits, procfs
 from ckptfs_daemon import ipc
-from ckptfs_daemon.ipc import Assignment
+from ckptfs_daemon.ipc import ChildSetup, ServeRole
 
-PLACES = tuple(dict.fromkeys(str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)))
-"""The directories of our packages."""
+log = logging.getLogger(__name__)
+
 LONG_LIFE_S = 10.0
 """A child that lived this long did not fail to start."""
 
 FIRST_FAILURES_MAX = 5
 """Failures in a row before a role was ever ready. The cause is then permanent, and a user waits for the mount."""
 
+REAP_POLL_S = 0.002
+HELD_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+
 
 class Child:
-    """One child process. `assigned_at` and `last_message_at` are times of the monotonic clock."""
+    """One child process. `started_at` and `last_message_at` are times of the monotonic clock."""
 
-    def __init__(self, role: str, command: list[str] | None = None) -> None:
-        """Start the process. `command` replaces the program in tests; `--link FD` is appended to it."""
-        self.role = role
+    def __init__(self, setup: ChildSetup, link: socket.socket, serve: ServeRole) -> None:
+        """Start the process, which exits with what `serve` returns. Raises OSError.
+
+        `link`: the other end of that in `setup`.
+        """
+        self.role = setup.role
         self.is_ready = False
-        self.assigned_at = 0.0
-        self.last_message_at = time.monotonic()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            self.link = ours
-            self.process = subprocess.Popen(
-                [*(command or [sys.executable, "-P", "-m", "ckptfs_daemon", "--child", role]), "--link", str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),), env=build_environment(), stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+        self.started_at = self.last_message_at = time.monotonic()
+        self.link = link
         self.link.setblocking(False)
+        with setup.link:
+            self.pid = fork(lambda: serve(setup), setup.list_descriptors())
         self.started_ticks = procfs.get_start_ticks(self.pid)
-
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    @property
-    def is_assigned(self) -> bool:
-        return self.assigned_at > 0
-
-    def assign(self, assignment: Assignment, wake_socket: socket.socket, fuse_fds: tuple[int, ...]) -> None:
-        """Send the child its role. If it has died, its link shows that."""
-        self.role = assignment.role
-        self.assigned_at = self.last_message_at = time.monotonic()
-        with contextlib.suppress(OSError):
-            ipc.send_assignment(self.link, assignment, wake_socket, fuse_fds)
 
     def stop(self) -> None:
         self._send(ipc.STOP)
@@ -78,9 +64,7 @@ class Child:
         self._send(ipc.DRAIN)
 
     def send_log_level(self, level: str) -> None:
-        """Set the child's log level. A child without a role gets the level with its role."""
-        if self.is_assigned:
-            self._send(ipc.LOG_LEVEL + level.encode())
+        self._send(ipc.LOG_LEVEL + level.encode())
 
     def refuse_upgrade(self, reason: str) -> None:
         """Tell the mover that the supervisor does not hand over."""
@@ -108,38 +92,104 @@ class Child:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(signal.SIGKILL)
+            os.kill(self.pid, signal.SIGKILL)
 
     def reap(self, patience_s: float) -> int | None:
         """Return the exit code of a child that closed its link (or -signal); kill it after `patience_s`.
 
         Returns None if it hangs in the kernel. The link is closed then, too: nothing comes from it any more.
         """
-        try:
-            code = self.process.wait(patience_s)
-        except subprocess.TimeoutExpired:
+        code = self._wait(patience_s)
+        if code is None:
             self.kill()
-            try:
-                code = self.process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                self.link.close()
-                return None
+            code = self._wait(patience_s)
         self.link.close()
         return code
+
+    def _wait(self, patience_s: float) -> int | None:
+        until = time.monotonic() + patience_s
+        while True:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            if time.monotonic() > until:
+                return None
+            time.sleep(REAP_POLL_S)
 
     def is_stuck(self) -> bool:
         """Return True if the process was killed, but threads that hang in the kernel keep its link open."""
         return procfs.is_dying(self.pid)
 
 
-def build_environment(places: Iterable[str] = PLACES) -> dict[str, str]:
-    """Return the environment of a process of ours with the directories of our packages, or others instead.
+def fork(serve: Callable[[], int], descriptors: Iterable[int]) -> int:
+    """Return the pid of a fork that exits with what `serve` returns, or with 1. Raises OSError.
 
-    It does not search its directory. gRPC writes no lines of its own, such as one for each failed TLS handshake, unless the user asked for
-    them.
+    It keeps `descriptors`, stdout and stderr. It has default signals and a session of its own.
     """
-    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in PLACES]
-    return {"GRPC_VERBOSITY": "NONE", **os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, HELD_SIGNALS)
+    try:
+        pid = os.fork()
+        if pid == 0:
+            _run_fork(serve, {*descriptors})
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    return pid
+
+
+def _run_fork(serve: Callable[[], int], descriptors: set[int]) -> NoReturn:
+    code = 1
+    try:
+        gc.freeze()  # The objects of the parent stay: the end of one might close a descriptor of this process.
+        _leave_parent(descriptors)
+        code = serve()
+    except BaseException:
+        log.exception("a process of the daemon ends")
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.flush()
+        # Threads that hang (on a PFS) must not keep the process.
+        os._exit(code)
+
+
+def _leave_parent(descriptors: set[int]) -> None:
+    signal.set_wakeup_fd(-1)
+    for number in HELD_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.setsid()
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {1, 2, *descriptors}:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    os.open(os.devnull, os.O_RDONLY)  # The first free descriptor: stdin.
+
+
+def run_forked(act: Callable[[], None]) -> None:
+    """Run `act` in a fork and wait for its end. Raises what `act` raised.
+
+    So this process gets no threads of libraries, with which it must not fork.
+    """
+    read_fd, write_fd = os.pipe()
+
+    def report() -> int:
+        failure: Exception | None = None
+        try:
+            act()
+        except Exception as raised:
+            failure = raised
+        os.write(write_fd, pickle.dumps(failure))
+        return 0
+
+    with open(read_fd, "rb") as pipe:
+        try:
+            pid = fork(report, [write_fd])
+        finally:
+            os.close(write_fd)
+        outcome = pipe.read()
+    os.waitpid(pid, 0)
+    failure = pickle.loads(outcome) if outcome else ChildProcessError("a process of the daemon was killed at its start")
+    if failure is not None:
+        raise failure
 
 
 @dataclass(frozen=True, slots=True)

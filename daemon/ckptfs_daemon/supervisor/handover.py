@@ -17,10 +17,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import ckptfs
+import ckptfs_daemon
 from ckptfs import __version__, disk, limits, runtime_dir
 from ckptfs.catalog import database, identity
 from ckptfs.clique import certificates
@@ -29,10 +32,12 @@ from ckptfs.errors import InvalidArgument
 from ckptfs.tiers.pfs_identity import require_pfs_of_catalog
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.ipc import Successor
-from ckptfs_daemon.supervisor.children import PLACES, build_environment
 from ckptfs_daemon.supervisor.systemd import take_stored_descriptors
 
 log = logging.getLogger(__name__)
+
+PLACES = tuple(dict.fromkeys(str(Path(package.__path__[0]).parent) for package in (ckptfs, ckptfs_daemon)))
+"""The directories of our packages."""
 
 HANDOVER = "CKPTFS_HANDOVER"
 TRIAL_WAIT_S = limits.UPGRADE_WAIT_S - 15.0
@@ -98,6 +103,12 @@ def try_successor(successor: Successor, arguments: list[str], table_fd: int) -> 
         return ""
     words = (done.stderr or done.stdout).strip().splitlines()
     return f"the other version cannot take over: {words[-1] if words else f'its trial ended with {done.returncode}'}"
+
+
+def build_environment(places: Iterable[str]) -> dict[str, str]:
+    """Return the environment of a daemon that has our packages from the directories `places`."""
+    known = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place and place not in PLACES]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys([*places, *known]))}
 
 
 def require_takeover(config: Config, table_fd: int) -> None:

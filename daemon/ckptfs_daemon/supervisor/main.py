@@ -6,8 +6,10 @@ Crash safety: each step finds what an earlier start left.
 """
 
 import contextlib
+import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptfs import disk, limits
@@ -27,7 +29,8 @@ from ckptfs_daemon import logs
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection, shim_build
 from ckptfs_daemon.fuse.connection import Connection
-from ckptfs_daemon.supervisor import handover, state_directory
+from ckptfs_daemon.ipc import ServeRole
+from ckptfs_daemon.supervisor import children, handover, state_directory
 from ckptfs_daemon.supervisor.guarded_mountpoint import GuardedMountpoint
 from ckptfs_daemon.supervisor.handover import Handed
 from ckptfs_daemon.supervisor.state_directory import ReadyPipe
@@ -39,8 +42,11 @@ log = logging.getLogger(__name__)
 OOM_SCORE = -900
 
 
-def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe) -> int:
-    """Serve until unmounted or replaced; return the exit code. Raises CkptfsError or OSError."""
+def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: ReadyPipe, load_roles: Callable[[], ServeRole]) -> int:
+    """Serve until unmounted or replaced; return the exit code. Raises CkptfsError or OSError.
+
+    `load_roles` imports the modules that a child needs, and returns what it runs.
+    """
     config = load(name, mountpoint, parse_options(options))
     logs.configure("supervisor", config.log_level)
     logs.set_process_name("ckptfsd")
@@ -51,13 +57,18 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
     events.open(config.state, node=config.node, mount=config.name)
     ended_cleanly = is_left = False
     try:
+        serve_role = load_roles()
         guarded = GuardedMountpoint(config, options, systemd.unit)
         fuse_connection, resumed = _resume_or_connect(config, handed, guarded)
         if not resumed:
             systemd.store_descriptors(fuse_connection.fd, fuse_connection.table_fd)
         _lower_oom_score()
         arguments = [name, *([str(mountpoint)] if mountpoint else []), *(["-o", options] if options else [])]
-        supervisor = _serve(config, fuse_connection, lock_fd, arguments, is_resumed=resumed, systemd=systemd, ready_pipe=ready_pipe)
+        new_supervisor = functools.partial(
+            Supervisor, config, fuse_connection, systemd=systemd, ready_pipe=ready_pipe, arguments=arguments, serve_role=serve_role
+        )
+        kept = Handed(fuse_connection.fd, fuse_connection.table_fd, lock_fd)
+        supervisor = _serve(new_supervisor, kept, arguments, systemd, is_resumed=resumed)
         is_left, ended_cleanly, code = supervisor.is_leaving, supervisor.ended_cleanly, supervisor.exit_code
         if is_left:
             return code
@@ -75,16 +86,15 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
 
 
 def _serve(
-    config: Config, served: Connection, lock_fd: int, arguments: list[str], *, is_resumed: bool, systemd: Systemd, ready_pipe: ReadyPipe
+    new_supervisor: Callable[..., Supervisor], kept: Handed, arguments: list[str], systemd: Systemd, *, is_resumed: bool
 ) -> Supervisor:
     """Run a supervisor to its end. Returns it, unless its successor takes its place here."""
     while True:
-        supervisor = Supervisor(config, served, is_resumed=is_resumed, systemd=systemd, ready_pipe=ready_pipe, arguments=arguments)
+        supervisor = new_supervisor(is_resumed=is_resumed)
         supervisor.run()
         if supervisor.successor is None:
             return supervisor
-        handed = Handed(served.fd, served.table_fd, lock_fd)
-        handover.execute(supervisor.successor, arguments, handed, systemd.environment)
+        handover.execute(supervisor.successor, arguments, kept, systemd.environment)
         is_resumed = True
 
 
@@ -107,7 +117,12 @@ def _prepare_state(config: Config, handed: Handed | None) -> int:
     ended_cleanly = handed is None and database.check_file(config.state / "catalog.db")
     database.migrate_file(config.state / "catalog.db")
     with _open_catalog(config) as db:
-        _require_pfs_and_cluster(config, db)
+        _require_nothing_to_write_back(config, db)
+        require_pfs_of_catalog(db, config)
+        identity.require_cluster(db, config.cluster, config.state)
+    if config.cluster is not None:
+        children.run_forked(lambda: _register(config))
+    with _open_catalog(config) as db:
         database.record_start(db, ended_cleanly=ended_cleanly)
     state_directory.prepare_ram_tier(config)
     if handed is None:  # Otherwise applications have files open.
@@ -120,20 +135,13 @@ def _open_catalog(config: Config) -> contextlib.closing[Database]:
     return contextlib.closing(Database(config.state / "catalog.db", journalled=False))
 
 
-def _require_pfs_and_cluster(config: Config, db: Database) -> None:
-    """Refuse to start without the PFS or the cluster to which the catalog belongs.
+def _register(config: Config) -> None:
+    """Register this node in its cluster: it needs its number before anything is created."""
+    from ckptfs.clique import membership  # Imports gRPC, which a single node does not need.
 
-    Without its PFS, files that are only there could not be read, and changes would never be written back. The node needs its number in
-    the cluster before anything is created.
-    """
-    _require_nothing_to_write_back(config, db)
-    require_pfs_of_catalog(db, config)
-    identity.require_cluster(db, config.cluster, config.state)
-    if config.cluster is not None:
-        from ckptfs.clique import membership  # Imports gRPC, which a single node does not need.
-
-        if config.keys is not None:
-            certificates.load_for(config.keys, config.node, config.cluster)
+    if config.cluster is not None and config.keys is not None:
+        certificates.load_for(config.keys, config.node, config.cluster)
+    with _open_catalog(config) as db:
         membership.ensure_registered(config, db)
 
 

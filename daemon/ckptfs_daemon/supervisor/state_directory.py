@@ -77,7 +77,7 @@ def kill_leftovers(state: Path) -> None:
     They exit on their own once their supervisor has ended. One that hangs in a system call (on the PFS) does nothing more once killed.
     """
     known = runtime_dir.load_processes(state)
-    for role in ("mount", "mover", "spare"):
+    for role in ("mount", "mover"):
         one = known.get(role)
         if isinstance(one, dict) and one.get("pid") and procfs.get_start_ticks(one["pid"]) == one.get("started_ticks"):
             _kill_leftover(role, one["pid"])

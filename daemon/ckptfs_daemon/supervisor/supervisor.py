@@ -1,11 +1,11 @@
 """The supervisor: keeps the FUSE connection and its requests, restarts mount and mover, ends in order.
 
-One thread and one poll loop, without access to file contents. At the start, the mover recovers before the mount serves. When asked to end,
+One poll loop, without access to file contents. At the start, the mover recovers before the mount serves. When asked to end,
 the mover drains while the mount is attached and serves; then the mount is unmounted, the mount process exits, and the mover drains what was
 closed meanwhile. An unmount by an administrator begins with the second half.
 
-A supervisor also ends without an unmount. It hands the mount over to another version, for `ckptfs upgrade` or if a child reports another
-version than its own, or leaves it to systemd, which keeps the connection during `systemctl restart`. It tries the successor first.
+A supervisor also ends without an unmount. It hands the mount over to another version, for `ckptfs upgrade`, or leaves it to systemd, which
+keeps the connection during `systemctl restart`. It tries the successor first.
 
 Crash safety: the children exit with the supervisor. systemd keeps the connection and restarts the supervisor; without systemd the next
 start takes over what is left.
@@ -34,7 +34,7 @@ from ckptfs_daemon import ipc, logs
 from ckptfs_daemon.event_writer import events
 from ckptfs_daemon.fuse import connection
 from ckptfs_daemon.fuse.connection import Connection
-from ckptfs_daemon.ipc import Assignment, Successor
+from ckptfs_daemon.ipc import ChildSetup, ServeRole, Successor
 from ckptfs_daemon.supervisor import children, handover, state_directory
 from ckptfs_daemon.supervisor.children import Child, RestartHistory
 from ckptfs_daemon.supervisor.handover import Trial
@@ -42,10 +42,9 @@ from ckptfs_daemon.supervisor.systemd import Systemd
 
 log = logging.getLogger(__name__)
 
-MOUNT, MOVER, SPARE = "mount", "mover", "spare"
+MOUNT, MOVER = "mount", "mover"
 MOVER_RECOVERY_WAIT_S = 10.0
 """How long a fresh mount waits for the mover to recover after an earlier daemon."""
-SPARE_DELAY_S = 0.5
 RECOVERY_WATCHDOG_FACTOR = 20
 REAP_WAIT_S = 5.0
 STUCK_REAP_WAIT_S = 0.1
@@ -83,14 +82,14 @@ class Slot:
 class Supervisor:
     def __init__(
         self, config: Config, fuse_connection: Connection, *, is_resumed: bool, systemd: Systemd, ready_pipe: state_directory.ReadyPipe,
-        arguments: list[str], new_child: Callable[[str], Child] = Child,
+        arguments: list[str], serve_role: ServeRole,
     ) -> None:  # fmt: skip
         """`is_resumed`: a mount process has served this connection before.
 
-        `arguments`: of this daemon, for its successor.
+        `arguments`: of this daemon, for its successor. `serve_role` is what a child runs.
         """
         self._config = config
-        self._new_child = new_child
+        self._serve_role = serve_role
         self._connection = fuse_connection
         self._is_resumed = is_resumed
         self._systemd = systemd
@@ -112,7 +111,7 @@ class Supervisor:
         """True if a signal ended the mount, and no administrator unmounted it."""
         self._is_hurried = False
         self._drain_report = ""
-        self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began), SPARE: Slot()}
+        self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began)}
         self._wake_sockets = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -200,36 +199,27 @@ class Supervisor:
     def _start_due(self) -> None:
         now = time.monotonic()
         for role, slot in self._slots.items():
-            if slot.child is None and slot.due_at is not None and slot.due_at <= now:
+            is_due = slot.child is None and slot.due_at is not None and slot.due_at <= now
+            if is_due and not (role == MOUNT and self._is_waiting_for_mover(now)):
                 self._start(role, slot)
-            child = slot.child
-            if child is not None and role != SPARE and not child.is_assigned and not (role == MOUNT and self._is_waiting_for_mover(now)):
-                self._assign(role, child)
 
     def _start(self, role: str, slot: Slot) -> None:
-        """Fill a slot. The mount's slot takes the spare if there is one."""
-        spare = self._slots[SPARE]
         slot.due_at = None
-        if role == MOUNT and spare.child is not None:
-            slot.child, spare.child = spare.child, None
-            return
+        fuse_fd, table_fd = (self._connection.fd, self._connection.table_fd) if role == MOUNT else (-1, -1)
         try:
-            slot.child = self._new_child(role)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            setup = ChildSetup(role, self._config, self._is_resumed, theirs, self._wake_sockets[role], fuse_fd, table_fd)
+            slot.child = Child(setup, ours, self._serve_role)
         except OSError as failure:
             log.error("%s process: cannot be started: %s; trying again in %g s", role, failure, limits.RESTART_LAST_S)
             slot.due_at = time.monotonic() + limits.RESTART_LAST_S
+        else:
+            self._instruct(slot.child)
         self._publish_processes()
 
     def _is_waiting_for_mover(self, now: float) -> bool:
         """Return True while a fresh mount waits for the mover's recovery."""
         return not self._is_resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_RECOVERY_WAIT_S
-
-    def _assign(self, role: str, child: Child) -> None:
-        fuse_fds = (self._connection.fd, self._connection.table_fd) if role == MOUNT else ()
-        child.assign(Assignment(role, self._config, self._is_resumed), self._wake_sockets[role], fuse_fds)
-        if role == MOVER:
-            self._instruct_mover(child)
-        self._publish_processes()
 
     def _read_children(self) -> None:
         for role, slot in self._slots.items():
@@ -239,11 +229,11 @@ class Supervisor:
             messages, is_alive = child.read_messages()
             for message in messages:
                 self._handle_message(child, message)
-            if child.is_ready and child.is_assigned and not slot.ever_ready:
+            if child.is_ready and not slot.ever_ready:
                 slot.ever_ready = True
                 self._publish_processes()
             if role == MOUNT and child.is_ready:
-                self._mark_resumable()
+                self._is_resumed = True
             if not is_alive:
                 self._handle_child_end(role, slot, child)
             elif child.is_stuck():
@@ -258,8 +248,6 @@ class Supervisor:
             self._set_log_level(message.removeprefix(ipc.LOG_LEVEL).decode())
         elif message.startswith(ipc.UPGRADE):
             self._consider_upgrade(child, ipc.parse_successor(message.removeprefix(ipc.UPGRADE)))
-        elif message.startswith(ipc.OTHER_VERSION):
-            self._replace_old_version(child, message.removeprefix(ipc.OTHER_VERSION).decode())
         elif message.startswith(ipc.DRAINING):
             self._follow_drain(*ipc.parse_drain_report(message))
         elif message == ipc.DRAINED and self._phase is Phase.DRAINING:
@@ -275,13 +263,6 @@ class Supervisor:
             child = self._slots[role].child
             if child is not None:
                 child.send_log_level(level)
-
-    def _mark_resumable(self) -> None:
-        """Record that the connection has been served, so the next mount process resumes it. Schedules a spare."""
-        self._is_resumed = True
-        spare = self._slots[SPARE]
-        if spare.child is None and spare.due_at is None and self._phase is Phase.RUNNING:
-            spare.due_at = time.monotonic() + max(SPARE_DELAY_S, children.get_restart_delay_s(spare.history))
 
     def _announce_ready(self) -> None:
         """Announce the mount once it serves and the mover is ready or its time is over."""
@@ -301,7 +282,7 @@ class Supervisor:
             child = slot.child
             # A mover that recovers a large catalog sends no heartbeats yet, and no application waits for it.
             patience_s = limits.WATCHDOG_S * (RECOVERY_WATCHDOG_FACTOR if role == MOVER and child is not None and not child.is_ready else 1)
-            if child is not None and child.is_assigned and now - child.last_message_at > patience_s:
+            if child is not None and now - child.last_message_at > patience_s:
                 log.error("%s process %d: no heartbeat for %g s; killing it", role, child.pid, patience_s)
                 child.last_message_at = now
                 child.kill()
@@ -330,11 +311,10 @@ class Supervisor:
 
     def _handle_child_failure(self, role: str, slot: Slot, child: Child, code: int) -> None:
         now = time.monotonic()
-        lived_s = now - (child.assigned_at or now)
+        lived_s = now - child.started_at
         slot.history = children.record_death(slot.history, now=now, lived_s=lived_s, ready=child.is_ready, killed=code == -signal.SIGKILL)
         log.warning("%s process %d: ended with %d (%s)", role, child.pid, code, "killed" if code == -9 else "of itself")
-        if role != SPARE:
-            events.record(EventKind.RESTARTED, process=role, pid=child.pid, exit_code=code)
+        events.record(EventKind.RESTARTED, process=role, pid=child.pid, exit_code=code)
         reason = children.must_give_up(slot.history, ever_ready=slot.ever_ready)
         if role == MOUNT and self._phase is not Phase.FINISHING:
             if reason:
@@ -380,12 +360,6 @@ class Supervisor:
         else:
             child.refuse_upgrade("the daemon starts, is about to end, or hands over already")
 
-    def _replace_old_version(self, child: Child, version: str) -> None:
-        """Try the installation on the disk: a child has found that it was replaced."""
-        if self._may_hand_over():
-            log.warning("%s process %d: has version %s, this supervisor %s; handing over", child.role, child.pid, version, __version__)
-            self._start_trial(handover.get_own_successor())
-
     def _start_trial(self, successor: Successor, ask_for_restart: Callable[[], bool] | None = None) -> None:
         self._trial = Trial(successor, self._arguments, self._connection.table_fd, ask_for_restart)
 
@@ -423,15 +397,15 @@ class Supervisor:
         self._set_drain_deadline(self._config.drain_deadline_s)
         self._systemd.notify("STOPPING=1", "STATUS=writing back before the unmount")
         mover = self._slots[MOVER].child
-        if mover is not None and mover.is_assigned:
-            self._instruct_mover(mover)
+        if mover is not None:
+            self._instruct(mover)
 
-    def _instruct_mover(self, mover: Child) -> None:
+    def _instruct(self, child: Child) -> None:
         """Send the mover what the phase asks of it. One that was started during a drain begins it again."""
-        if self._phase is Phase.DRAINING:
-            mover.drain()
-        elif self._phase is Phase.FINISHING:
-            mover.stop()
+        if child.role == MOVER and self._phase is Phase.DRAINING:
+            child.drain()
+        elif child.role == MOVER and self._phase is Phase.FINISHING:
+            child.stop()
 
     def _follow_drain(self, seconds: float, text: str) -> None:
         """Follow how long the drain of the mover may still take, and what is left."""
@@ -493,8 +467,7 @@ class Supervisor:
         with contextlib.suppress(OSError, CkptfsError):
             connection.unmount(self._connection)
         self._connection.close()
-        for role in (MOUNT, SPARE):
-            self._kill_child(self._slots[role])
+        self._kill_child(self._slots[MOUNT])
         mover = self._slots[MOVER]
         if mover.child is not None:
             mover.child.stop()

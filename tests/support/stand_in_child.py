@@ -1,4 +1,4 @@
-"""A child for the supervisor's tests: takes its role, serves nothing, and dies as the file SCRIPT says (one word per life and role).
+"""A child for the supervisor's tests: serves nothing, and dies as the file SCRIPT says (one word per life and role).
 
 `serve`: ready, then until stopped; `upgrade`: the same, but asks for an upgrade and writes down its refusal; `die`: ready, then exit 3;
 `fail`: exit 4 before ready; `unmounted`: ready, then exit 0 at once. `linger` is as `serve`, and `ending` as `unmounted`, but they end only
@@ -6,23 +6,16 @@ when the file `leave` is there.
 """
 
 import os
-import socket
-import sys
 import threading
 from pathlib import Path
 
+from ckptfs_daemon.ipc import ChildSetup
 
-def main() -> int:
-    script, role_asked, link_fd = Path(sys.argv[1]), sys.argv[2], int(sys.argv[sys.argv.index("--link") + 1])
-    link = socket.socket(fileno=link_fd)
-    body, descriptors, _flags, _address = socket.recv_fds(link, 1 << 17, 3)
-    if not body:
-        return 0
-    role = "mount" if b'"role": "mount"' in body else "mover"
+
+def serve(script: Path, setup: ChildSetup) -> int:
+    role, link = setup.role, setup.link
     number = len(list(script.parent.glob(f"{role}.life.*")))
-    resumed = b'"resumed": true' in body
-    (script.parent / f"{role}.life.{number}").write_text(f"{os.getpid()} {role_asked} {len(descriptors)} {resumed}")
-    (script.parent / f"{role}.body.{number}").write_bytes(body)
+    (script.parent / f"{role}.life.{number}").write_text(f"{os.getpid()} {_count_others(setup)} {setup.is_resumed}")
     words = [line.split()[1] for line in script.read_text().splitlines() if line.startswith(f"{role} ")]
     word = words[number] if number < len(words) else "serve"
     if word == "fail":
@@ -46,5 +39,10 @@ def main() -> int:
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _count_others(setup: ChildSetup) -> int:
+    """How many descriptors it has beside those of its role and the standard ones."""
+    with os.scandir("/proc/self/fd") as found:
+        names = [int(entry.name) for entry in found]
+    given = setup.list_descriptors()
+    assert all(os.fstat(fd) for fd in given)
+    return len([fd for fd in names if fd not in (0, 1, 2, *given)]) - 1  # The scan has one of its own.
