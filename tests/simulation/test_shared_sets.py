@@ -20,7 +20,7 @@ from ckptfs import limits
 from ckptfs.catalog import contents, history, identity, namespace, pfs_hold, set_members
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.coherence import keys
-from ckptfs.config import RetentionRule
+from ckptfs.config.schema import RetentionRule
 from ckptfs.model import Tier
 from ckptfs.series import completeness
 

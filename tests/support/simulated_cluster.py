@@ -36,7 +36,8 @@ from ckptfs.catalog import contents, copies, identity, journal, mover_requests
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import NODES_END, NODES_PREFIX, Node, register
 from ckptfs.coherence.store_loss import EpochCheckedStore
-from ckptfs.config import Config, RetentionRule
+from ckptfs.config import Config
+from ckptfs.config.schema import RetentionRule
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.host import Host

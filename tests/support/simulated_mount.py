@@ -23,7 +23,7 @@ from simulated_store import SimulatedEtcd
 from ckptfs import limits
 from ckptfs.catalog import history, set_members
 from ckptfs.cgroups import MemoryLimits
-from ckptfs.config import RetentionRule
+from ckptfs.config.schema import RetentionRule
 from ckptfs.model import DataPath
 
 NODES = 3
