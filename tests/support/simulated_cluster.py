@@ -164,7 +164,7 @@ class SimulatedNode(Station):
     def __init__(self, cluster: "SimulatedCluster", number: int) -> None:
         name = f"n{number:05}"
         place = cluster.place / name
-        super().__init__(place, number, SimulatedStore(cluster.etcd, number), journalled=cluster.pfs is not None)
+        super().__init__(place, number, SimulatedStore(cluster.etcd, number), journalled=cluster.pfs is not None, has_mover=True)
         register(EpochCheckedStore(self.store, self.db), name, identity.get_catalog_id(self.db), number)
         (place / "ram").mkdir()
         self.name, self.cluster = name, cluster

@@ -101,7 +101,7 @@ def _build_context(setup: ChildSetup, data_path: DataPath) -> MountContext:
     shared_namespace, prefetch, standby_lease = LocalNamespace(), None, None
     if dirty_keys is not None:
         store = etcd.open_store(config)
-        shared_namespace = SharedNamespace(db, store, config.node)
+        shared_namespace = SharedNamespace(db, store, config.node, is_member=not config.is_read_only)
         dirty_keys.on_dirty = shared_namespace.notify_dirty
         prefetch = LookupPrefetch(shared_namespace)
         standby_lease = StandbyLease(lambda lease: trio.to_thread.run_sync(store.keep_alive, lease, abandon_on_cancel=True))

@@ -26,7 +26,7 @@ import ckptfs
 from ckptfs import limits
 from ckptfs.catalog import handles, identity, peer_copies, summary
 from ckptfs.catalog.database import Database
-from ckptfs.clique import locations
+from ckptfs.clique import locations, membership
 from ckptfs.coherence import chain, commit, conflict, kept_names, key_state, read, reintegrate, store_loss, unreadable_keys, value_checks
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.keys import INODE, NAME, SharedKey, Value, describe_path
@@ -43,6 +43,7 @@ Name = tuple[int, bytes]
 TROUBLE = "sharing"
 REACH_REMEDY = "see that etcd runs and can be reached; changes of this node are published then"
 UNSHARED_TROUBLE = "unshared"
+RECORD_WAIT_S = 2 * limits.NODE_LEASE_RENEW_S
 
 
 class PendingRead:
@@ -136,11 +137,15 @@ class SharedNamespace(LocalNamespace):
 
     is_shared = True
 
-    def __init__(self, db: Database, store: Store, label: str) -> None:
-        """`label` marks this node in names of conflict copies."""
+    def __init__(self, db: Database, store: Store, label: str, *, is_member: bool = True) -> None:
+        """`label` marks this node in names of conflict copies.
+
+        A node that is no member has no record in the store.
+        """
         self.db = db
         self.number = identity.get_node_number(db)
         self._label = label
+        self._is_member = is_member
         self.counts = {"reads": 0, "commits": 0, "conflicts": 0}
         self.disconnected_ns = key_state.get_disconnected_ns(db)
         self._store = EpochCheckedStore(store, db)
@@ -511,6 +516,7 @@ class SharedNamespace(LocalNamespace):
             if not await self._confirm_or_adopt_store():
                 return
             await self._confirm_last_commit()
+            await self._wait_for_record()
             await self._record_missed()
         except CkptfsError as failure:
             self._handle_failure(failure)
@@ -526,6 +532,15 @@ class SharedNamespace(LocalNamespace):
             if store_loss.get_adoption_step(self.db) is AdoptionStep.PUBLISHING:
                 store_loss.set_adoption_step(self.db, None)
             summary.set_trouble(self.db, TROUBLE, None)
+
+    async def _wait_for_record(self) -> None:
+        """Wait for a limited time until the mover has renewed this node's record.
+
+        Other nodes would take what is published before it for files of a dead node, and fail to read them.
+        """
+        with trio.move_on_after(RECORD_WAIT_S):
+            while self._is_member and not (await wait_outcome(self._store.read_soon([Get(membership.node_key(self.number))]))).results[0]:
+                await trio.sleep(limits.STORE_PROBE_S)
 
     async def _record_missed(self) -> None:
         """Record what others closed of files that are open for writing."""
