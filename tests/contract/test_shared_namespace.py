@@ -131,6 +131,32 @@ async def test_a_name_is_never_missing_while_another_file_takes_its_place(a: Nod
 
 
 @two_nodes
+async def test_an_older_answer_brings_no_name_back_into_a_listing(a: Node, b: Node) -> None:
+    """P7: the tracker of sets asked before a rename, and its answer is applied while a program lists the directory after it."""
+    await a.make("ckpt.tmp")
+    load_values, is_listed = b.sharing._load_values, trio.Event()
+    is_first = True
+
+    async def slowly(keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+        nonlocal is_first
+        is_older, is_first = is_first, False
+        found = await load_values(keys)
+        if is_older:
+            await is_listed.wait()
+        else:
+            is_listed.set()
+            await trio.testing.wait_all_tasks_blocked()
+        return found
+
+    b.sharing._load_values = slowly  # type: ignore[method-assign]
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(b.sharing.refresh_directory, ROOT)
+        await trio.testing.wait_all_tasks_blocked(0.001)
+        await a.rename("ckpt.tmp", "ckpt")
+        assert await b.names() == [b"ckpt"]
+
+
+@two_nodes
 async def test_success_takes_one_round_trip(a: Node, b: Node) -> None:
     await a.mkdir("d")
     for change in (lambda: a.make("d/f"), lambda: a.rename("d/f", "d/g"), lambda: a.unlink("d/g"), lambda: a.mkdir("d/e")):

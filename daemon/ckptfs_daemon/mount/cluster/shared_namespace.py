@@ -196,7 +196,7 @@ class SharedNamespace(LocalNamespace):
     async def refresh_directory(self, inode: int, at_most: int | None = None) -> None:
         """Make a directory and its names fresh, and load unknown inodes. `at_most`: only the first names.
 
-        Raises ValueUnreadable.
+        The last names are applied without a yield point after it. Raises ValueUnreadable.
         """
         own = read.list_inode_keys(self.db, inode)
         after: bytes | None = b""
@@ -205,10 +205,13 @@ class SharedNamespace(LocalNamespace):
             found = await self._read([read.build_page_get(inode, after, items), *read.build_gets(own)])
             if found is None:
                 return
-            values, after = read.parse_page(self.db, inode, after, items, found, only_new=True)
+            parse = functools.partial(read.parse_page, self.db, inode, after, items, found, only_new=True)
+            values, after = parse()
             values |= read.parse_outcome(own, replace(found, results=found.results[1:]))
-            keys = read.list_unknown(self.db, inode, read.list_missing_keys(self.db, values))
-            self._apply({**values, **await self._load_values(keys)})
+            if keys := read.list_unknown(self.db, inode, read.list_missing_keys(self.db, values)):
+                values |= await self._load_values(keys)
+                values |= parse()[0]  # Meanwhile an older answer may have brought names back that are gone.
+            self._apply(values)
             read.require_readable(values, own)
             if at_most:
                 return

@@ -189,6 +189,7 @@ class DirectoryHandlers:
 
     async def readdir(self, fh: int, start_id: int, token: "ReaddirToken") -> None:
         context = self._context
+        await context.open_files.refresh_all_statuses()
         if start_id == 0:
             await context.shared_namespace.refresh_directory(fh)
         directory = context.get_inode(fh)
@@ -196,7 +197,7 @@ class DirectoryHandlers:
             raise posix_error(errno.ENOTDIR)
         if not directory.is_imported:
             await self._changes.request_scan(fh, must_succeed=True)
-        await context.open_files.refresh_all_statuses()
+            await context.shared_namespace.refresh_directory(fh)
         if directory.nlink == 0 or not self._reply_dot_entries(directory, start_id, token):
             return
         for entry, inode in namespace.iterate_entries(context.db, fh, max(0, start_id - DOTS)):
