@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import sqlite3
 import statistics
 import sys
 import threading
@@ -27,8 +26,6 @@ from ckptfs_client.lab import network  # noqa: E402
 from ckptfs_client.mounts import find  # noqa: E402
 from cluster_lab import ClusterUnderTest, NodeUnderTest  # noqa: E402
 from daemon_under_test import ENVIRONMENT  # noqa: E402
-
-from ckptfs import limits  # noqa: E402
 
 MIB = 1 << 20
 PIECE = 4 * MIB
@@ -278,7 +275,7 @@ def small(clique: Clique, _size: int, rounds: int) -> tuple[float, str]:
 
 
 def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made: bool = True, seen: bool = True) -> tuple[float, str]:
-    """Return the median time of one operation on `node`, in ms, and its reads and changes of the store.
+    """Return the median time of one operation on `node`, in ms.
 
     `made`: the other node wrote the files first, and both nodes have them; `seen`: `node` has looked their names up before.
     """
@@ -291,20 +288,8 @@ def operation(clique: Clique, node: int, act: Callable[[Path], object], *, made:
         await_clique(directory)
         for number in range(OPERATIONS if seen else 0):
             (directory / f"file-{number}").stat()
-    before = store_calls(clique.nodes[node])
     times = [timed(partial(act, directory / f"file-{number}")) for number in range(OPERATIONS)]
-    after = store_calls(clique.nodes[node])
-    reads, commits = ((after[kind] - before[kind]) / OPERATIONS for kind in ("reads", "commits"))
-    return 1e3 * statistics.median(times), f"median of {OPERATIONS}; {reads:.1f} reads and {commits:.1f} changes of the store for each"
-
-
-def store_calls(node: NodeUnderTest) -> dict[str, int]:
-    """Return the reads and commits of a mount at the store. The mount reports them every FORGET_INTERVAL_S."""
-    time.sleep(limits.FORGET_INTERVAL_S + 1)
-    with contextlib.closing(sqlite3.connect(f"file:{node.state}/catalog.db?mode=ro", uri=True)) as db:
-        (figures,) = db.execute("SELECT value FROM report WHERE key = 'sharing'").fetchone()
-    found: dict[str, int] = json.loads(figures)
-    return found
+    return 1e3 * statistics.median(times), f"median of {OPERATIONS}"
 
 
 def create(path: Path) -> None:
