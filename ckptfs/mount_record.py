@@ -6,7 +6,6 @@ mountpoint; and, after an end in order, what the daemon left behind. The file is
 Crash safety: after a crash `leftovers` is None: no daemon counted. The catalog knows.
 """
 
-import contextlib
 import json
 import os
 import shlex
@@ -103,9 +102,3 @@ def load(state: Path) -> MountRecord | None:
 
 def _build_guard(values: dict[str, Any]) -> Guard:
     return Guard(Path(values["path"]), values["device"], values["inode"], GuardKind(values["kind"]), values["mode"])
-
-
-def delete(state: Path) -> None:
-    """Delete the record: the mount is no more."""
-    with contextlib.suppress(FileNotFoundError):
-        (state / FILE_NAME).unlink()

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from daemon_under_test import DaemonUnderTest, NotStarted, ckptfs
+from daemon_under_test import END_S, DaemonUnderTest, NotStarted, ckptfs
 
 MakeDaemon = Callable[..., DaemonUnderTest]
 
@@ -56,6 +56,45 @@ def test_a_name_that_holds_nothing_is_deleted_at_once(make_daemon: MakeDaemon, m
     assert listed(daemon.name) == one
     ckptfs("mounts", "--delete", daemon.name)
     assert listed(daemon.name) is None and not daemon.state.exists()
+
+
+@pytest.fixture
+def refused(make_daemon: MakeDaemon, monkeypatch: pytest.MonkeyPatch) -> DaemonUnderTest:
+    """A daemon that was not started yet, and cannot mount."""
+    daemon = make_daemon(start=False, data_path="passthrough")
+    daemon.env["CKPTFS_KERNEL_WITHOUT"] = "passthrough"
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(daemon.root / "run"))
+    (daemon.root / "run").mkdir()
+    (daemon.root / "run" / "one.json").write_text(json.dumps({"state": str(daemon.state)}))
+    return daemon
+
+
+def test_a_name_that_was_never_mounted_holds_nothing(refused: DaemonUnderTest) -> None:
+    with pytest.raises(NotStarted):
+        refused.start()
+    one = listed(refused.name)
+    assert one is not None and one["what"] == "nothing that the PFS does not have" and not one["has_data"]
+    ckptfs("mounts", "--delete", refused.name)
+    assert listed(refused.name) is None and not refused.state.exists()
+
+
+def test_a_mount_that_fails_after_a_stop_keeps_what_was_counted(refused: DaemonUnderTest) -> None:
+    """The directory underneath stays closed, and nobody is told that the daemon was killed."""
+    refused.env.pop("CKPTFS_KERNEL_WITHOUT")
+    refused.options["data_path"] = "auto"
+    refused.start()
+    assert refused.process is not None
+    refused.process.terminate()
+    assert refused.process.wait(END_S) == 0
+    one = listed(refused.name)
+    assert one is not None and one["what"] == "nothing that the PFS does not have"
+    refused.env["CKPTFS_KERNEL_WITHOUT"], refused.options["data_path"] = "passthrough", "passthrough"
+    with pytest.raises(NotStarted):
+        refused.start()
+    assert listed(refused.name) == one
+    with pytest.raises(PermissionError):
+        (refused.path / "below").write_bytes(b"")
+    ckptfs("mounts", "--delete", refused.name)
 
 
 def test_a_lost_ram_tier_is_said(make_daemon: MakeDaemon) -> None:

@@ -9,7 +9,7 @@ Crash safety: the record names the guard before it is set; the next start takes 
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ckptfs import mount_record, mountpoint_guard
@@ -36,8 +36,11 @@ class GuardedMountpoint:
         )
 
     @contextlib.contextmanager
-    def set_for_mount(self) -> Iterator[None]:
-        """Set the guard around the mount in the block, and remove it if that fails. Raises as `connect` does."""
+    def set_for_mount(self, count_leftovers: Callable[[], Leftovers]) -> Iterator[None]:
+        """Set the guard around the mount in the block. Raises as `connect` does.
+
+        If that fails, a new guard is removed, and the record is as before. Without one before, it says what `count_leftovers` returns.
+        """
         point = self._config.mountpoint
         connection.unmount_stale(point)
         former = self._guard
@@ -59,7 +62,8 @@ class GuardedMountpoint:
         except BaseException:
             if former is None:
                 self._clear()
-                self._restore()
+            before = self._before or replace(self._record, leftovers=count_leftovers())
+            mount_record.store(replace(before, guard=self._guard))
             raise
         finally:
             os.close(fd)
@@ -92,13 +96,6 @@ class GuardedMountpoint:
         self._guard = guard
         self._record = replace(self._record, guard=guard)
         mount_record.store(self._record)
-
-    def _restore(self) -> None:
-        """Take back the record of a mount that failed."""
-        if self._before is None:
-            mount_record.delete(self._config.state)
-        else:
-            mount_record.store(self._before)
 
     def _clear(self) -> None:
         guard, self._guard = self._guard, None

@@ -163,7 +163,7 @@ def _resume_or_connect(config: Config, handed: Handed | None, guarded: GuardedMo
                 return kept, True
         os.close(handed.fuse_fd)
         os.close(handed.table_fd)
-    with guarded.set_for_mount():
+    with guarded.set_for_mount(functools.partial(_load_leftovers, config)):
         return connection.connect(config), False
 
 
