@@ -49,7 +49,7 @@ _REMEDIES = {  # (of an error of a tier, of a change on the PFS)
     errno.ETIMEDOUT: ("check whether its server answers", "check whether the PFS's server answers"),
     errno.EACCES: _WRITABLE,
     errno.EPERM: _ALTERABLE,
-    errno.ENOSPC: ("free space, or raise the quota", "make room on the PFS"),
+    errno.ENOSPC: ("free space or inodes, or raise the quota", "make room on the PFS; df -i shows whether inodes are short"),
     errno.EDQUOT: ("free space, or raise the quota", "make room within the quota on the PFS, or have it raised"),
     errno.ENAMETOOLONG: ("", "give it a shorter name"),
     errno.EINVAL: ("", "give it a name that the PFS takes"),

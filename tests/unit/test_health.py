@@ -34,6 +34,11 @@ def test_full_is_not_ill(code: int) -> None:
     assert health.after_failure(WELL, 1.0, OSError(code, "full")).state is HealthState.NORMAL
 
 
+def test_no_room_may_mean_no_inodes() -> None:
+    """A PFS without inodes shows free space: the remedy says where to look."""
+    assert "inodes" in health.remedy(errno.ENOSPC) and "df -i" in health.pfs_remedy(errno.ENOSPC)
+
+
 def test_silence_is_suspect_and_then_down() -> None:
     assert health.after_silence(WELL, 1.0, health.SUSPECT_S - 1) is WELL
     suspect = health.after_silence(WELL, 5.0, health.SUSPECT_S)
