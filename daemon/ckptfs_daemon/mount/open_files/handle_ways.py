@@ -37,7 +37,7 @@ class Reason(StrEnum):
     DATA_PATH = "the mount uses the buffered data path"
     LIMITED = "the program is below a memory limit"
     UNKNOWN = "the memory limit of the program is not known"
-    FULL = "the tier is nearly full"
+    FULL = "the tier may have too little room for the file"
     REFUSED = "the kernel refuses passthrough to this filesystem"
     FETCHED = "the file is still being fetched"
     SHARED = "another handle of the file needs it"
