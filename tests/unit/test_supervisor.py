@@ -148,6 +148,26 @@ def test_killed_children_are_replaced(world: World) -> None:
     assert {life[1] for role in ("mount", "mover") for life in world.lives(role)} == {"0"}
 
 
+def test_a_killed_child_that_hung_leaves_no_zombie(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends when the PFS answers again, or a moment too late on a busy machine."""
+
+    def wait(child: children.Child, patience_s: float) -> int | None:
+        return wait_child(child, patience_s) if len(world.lives("mount")) > 1 else None
+
+    def act() -> None:
+        world.until(lambda: world.ended._slots["mount"].ever_ready)
+        pid = int(world.lives("mount")[0][0])
+        os.kill(pid, signal.SIGKILL)
+        world.until(lambda: len(world.lives("mount")) == 2)
+        world.until(lambda: not Path(f"/proc/{pid}").exists())
+        world.script.write_text("mount unmounted\n" * 3)
+        os.kill(int(world.lives("mount")[1][0]), signal.SIGKILL)
+
+    wait_child = children.Child._wait
+    monkeypatch.setattr(children.Child, "_wait", wait)
+    assert world.run(act) == 0
+
+
 def test_a_first_mount_that_dies_before_it_was_ready_does_not_make_the_next_one_resume(world: World) -> None:
     world.script.write_text("mount fail\nmount unmounted\n")
     assert world.run() == 0

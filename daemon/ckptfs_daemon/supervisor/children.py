@@ -97,7 +97,7 @@ class Child:
     def reap(self, patience_s: float) -> int | None:
         """Return the exit code of a child that closed its link (or -signal); kill it after `patience_s`.
 
-        Returns None if it hangs in the kernel. The link is closed then, too: nothing comes from it any more.
+        Returns None if it hangs in the kernel; to be called again then. The link is closed all the same: nothing comes from it any more.
         """
         code = self._wait(patience_s)
         if code is None:
@@ -112,7 +112,7 @@ class Child:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 return os.waitstatus_to_exitcode(status)
-            if time.monotonic() > until:
+            if time.monotonic() >= until:
                 return None
             time.sleep(REAP_POLL_S)
 

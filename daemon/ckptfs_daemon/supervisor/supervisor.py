@@ -112,6 +112,8 @@ class Supervisor:
         self._is_hurried = False
         self._drain_report = ""
         self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began)}
+        self._hanging: list[Child] = []
+        """Killed children that have not ended yet."""
         self._wake_sockets = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -222,6 +224,7 @@ class Supervisor:
         return not self._is_resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_RECOVERY_WAIT_S
 
     def _read_children(self) -> None:
+        self._hanging = [child for child in self._hanging if child.reap(0) is None]
         for role, slot in self._slots.items():
             child = slot.child
             if child is None:
@@ -298,6 +301,7 @@ class Supervisor:
         code = child.reap(patience_s)
         slot.child = None
         if code is None:
+            self._hanging.append(child)
             log.warning("%s process %d: was killed but hangs in a system call; another one takes its place", role, child.pid)
         if role == MOUNT and code == 0:
             self._announce_ready()  # It served, even if it was unmounted at once.
