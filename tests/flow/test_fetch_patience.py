@@ -13,7 +13,7 @@ from salvage_world import OLD, decide, make_replicated, overwrite, publish
 from ckptfs import limits
 from ckptfs.catalog import mover_requests, namespace
 from ckptfs.catalog.database import Database
-from ckptfs.clique import locations
+from ckptfs.clique import locations, membership
 from ckptfs.clique.peer_api import PeerFailed, PeerRefused
 from ckptfs.coherence import keys
 from ckptfs.coherence.key_state import DirtyKeyTracker
@@ -21,7 +21,7 @@ from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
 from ckptfs.flow.fetch import Fetch
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.model import ContentState, Tier
-from ckptfs.store.kv import Delete
+from ckptfs.store.kv import Delete, Put
 
 FAILED = (mover_requests.FAILED, 5)
 
@@ -86,6 +86,21 @@ def test_a_writer_that_lives_and_does_not_answer_is_tried_again(tmp_path: Path) 
     cluster.cut.clear()
     assert bring(two, one.inode(content), flow=flow).result == mover_requests.FETCHED
     assert two.data(content) == b"hello"
+
+
+def test_a_writer_that_returns_is_waited_for_before_this_node_hears_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P9: it publishes after its record is back, but the watch that brings the record may be slower than the name."""
+    decided_after(monkeypatch, 0.0)
+    cluster, one, two = make_cluster(tmp_path, 2)
+    content = one.written(b"a", b"hello")
+    publish(one)
+    cluster.view = membership.build_view([two.member])
+    cluster.store.commit([], [Put(membership.node_key(one.number), membership.encode_node(one.member))])
+    flow = fetch_of(two)
+    want = tried(two, one.inode(content), flow, 3)
+    assert answer(two, want) == (mover_requests.OPEN, 0)
+    cluster.view = membership.build_view([one.member, two.member])
+    assert bring(two, one.inode(content), flow=flow).result == mover_requests.FETCHED
 
 
 def test_its_patience_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

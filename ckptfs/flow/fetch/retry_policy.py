@@ -12,7 +12,7 @@ from ckptfs import limits
 from ckptfs.catalog import identity, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
-from ckptfs.clique import locations
+from ckptfs.clique import locations, membership
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.locations import ContentLocations
 from ckptfs.coherence import pfs_coordination
@@ -52,6 +52,7 @@ class RetryPolicy:
         try:
             file = locations.load_files(self._cluster.store, [inode]).get(inode)
             shared = locations.load(self._cluster.store, [number])[number]
+            is_on_live_node = not is_denied and self._is_on_live_node(shared)
         except (StoreUnreachable, StoreRefused):
             return False
         waited_s = time.monotonic() - since_s
@@ -63,19 +64,23 @@ class RetryPolicy:
             pfs_coordination.load_inodes(self._db, self._cluster.store, inode)
         if file.content != number:
             return waited_s < limits.FETCH_PATIENCE_S + _get_salvage_wait_s()
-        if not is_denied and self._is_on_live_node(shared):
+        if is_on_live_node:
             return waited_s < limits.FETCH_PATIENCE_S
         return self._may_be_salvaged() and waited_s < limits.FETCH_PATIENCE_S + _get_salvage_wait_s()
 
     def _is_on_live_node(self, shared: ContentLocations) -> bool:
-        """Return whether another live node wrote what the file holds, or announced a copy of it."""
+        """Return whether another live node wrote what the file holds, or announced a copy of it.
+
+        A node that has just returned publishes before this one hears of it, so the store counts, too.
+        """
         remote_state, view = shared.state, self._view_since[0]
         if remote_state is None:
             return False
-        candidates = [copy.node for copy in shared.copies if copy.generation == remote_state.generation]
+        candidates = {copy.node for copy in shared.copies if copy.generation == remote_state.generation}
         if not shared.is_lost and shared.writer is not None:
-            candidates.append(shared.writer)
-        return any(node in view and node != self._cluster.node_number for node in candidates)
+            candidates.add(shared.writer)
+        others = sorted(candidates - {self._cluster.node_number})
+        return any(node in view for node in others) or bool(membership.list_live(self._cluster.store, others))
 
     def _may_be_salvaged(self) -> bool:
         """Return whether other nodes may still decide: the view changed a moment ago."""
