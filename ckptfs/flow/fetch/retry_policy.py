@@ -71,7 +71,7 @@ class RetryPolicy:
     def _is_on_live_node(self, shared: ContentLocations) -> bool:
         """Return whether another live node wrote what the file holds, or announced a copy of it.
 
-        A node that has just returned publishes before this one hears of it, so the store counts, too.
+        The store counts, too: a node that has just returned may publish before it is in the view.
         """
         remote_state, view = shared.state, self._view_since[0]
         if remote_state is None:
