@@ -7,7 +7,8 @@ Its applications saw success, so nothing that they wrote is lost. `ownership` bo
 - A file that is open for writing keeps its inode. What others closed of it is in its salvage record from the next close on, until its
   writer puts it beside the file (see `flow.reconcile`).
 - What others removed, and this node wrote or made something in, is new again, with the directories above it.
-- What this node removed, and others wrote or replaced, stays. A directory that others moved, replaced or filled is theirs.
+- What this node removed, and others wrote or replaced, stays. A former state that they show of it is no write. A directory that others
+  moved, replaced or filled is theirs.
 
 Crash safety: everything is one change of the catalog.
 """
@@ -107,9 +108,14 @@ class ReintegrationResolver(ConflictResolver):
         return key_state.get_cached(self._db, key).revision != 0
 
     def _is_losing_last_name(self, key: SharedKey, theirs: Value | None) -> bool:
-        """Return True if others wrote a file to which no name would lead after the removals of this node."""
+        """Return True if others wrote a file to which no name would lead after the removals of this node.
+
+        That they show a former state of it is no write.
+        """
         known, ours = key_state.get_cached(self._db, key).fields or {}, get_value(self._db, key)
-        is_written = theirs is not None and any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
+        if theirs is None or merge.is_showing_former(theirs, known):
+            return False
+        is_written = any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
         return is_written and (ours is None or ("names" in ours and not list_shared_names(self._db, key.number, theirs)))
 
     def _list_live_names(self, inode: int) -> set[SharedKey]:

@@ -24,6 +24,7 @@ from simulated_mount import ROOT_USER, list_history, simulate
 from ckptfs.catalog import history, history_names, inodes
 from ckptfs.clique.peer_api import PeerFailed
 from ckptfs.coherence.keys import CONTENT, INODE, SharedKey
+from ckptfs.config.schema import RetentionRule
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError
 from ckptfs.model import ROOT, Tier
@@ -345,3 +346,37 @@ def test_what_a_returned_island_wrote_is_read_at_once() -> None:
         assert await reader.mount.read("x") == b"newest"
 
     simulate(act, 3)
+
+
+@pytest.mark.parametrize("is_replaced", [True, False])
+@pytest.mark.parametrize("rules", [(), (RetentionRule("step_*", keep=10),)], ids=["no pfs", "pfs"])
+def test_an_island_replaces_or_removes_what_others_took_for_lost(is_replaced: bool, rules: tuple[RetentionRule, ...]) -> None:
+    """P1, P7: that others show the former checkpoint is no write of theirs, so the newest one keeps its name."""
+
+    def fail(act: str, name: str) -> None:
+        raise PeerFailed("cut off")
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        others, island = [cluster.nodes[1], cluster.nodes[3]], cluster.nodes[2]
+
+        async def save(data: bytes) -> None:
+            await island.write("last.tmp", data)
+            await island.rename("last.tmp", "last")
+
+        await save(b"one")
+        await trio.sleep(SETTLE_S / 4)
+        assert [await node.mount.read("last") for node in others] == [b"one"] * 2
+        island.peers.fault = fail
+        await save(b"two")
+        island.cut(True)
+        await trio.sleep(SETTLE_S)
+        assert [await node.mount.read("last") for node in others] == [b"one"] * 2
+        await (save(b"three") if is_replaced else island.unlink("last"))
+        island.peers.fault = lambda act, name: None
+        await reconnect(island)
+        await trio.sleep(SETTLE_S)
+        for node in cluster.living:
+            assert [name for name in await node.names() if not name.startswith(b".")] == [b"last"] * is_replaced
+            assert not is_replaced or await node.mount.read("last") == b"three"
+
+    simulate(act, 1, *rules)
