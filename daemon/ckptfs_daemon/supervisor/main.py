@@ -118,10 +118,11 @@ def _prepare_state(config: Config, handed: Handed | None) -> int:
     database.migrate_file(config.state / "catalog.db")
     with _open_catalog(config) as db:
         _require_nothing_to_write_back(config, db)
+        # Without its PFS, files that are only there could not be read, and changes would never be written back.
         require_pfs_of_catalog(db, config)
         identity.require_cluster(db, config.cluster, config.state)
     if config.cluster is not None:
-        children.run_forked(lambda: _register(config))
+        _register(config)
     with _open_catalog(config) as db:
         database.record_start(db, ended_cleanly=ended_cleanly)
     state_directory.prepare_ram_tier(config)
@@ -137,12 +138,15 @@ def _open_catalog(config: Config) -> contextlib.closing[Database]:
 
 def _register(config: Config) -> None:
     """Register this node in its cluster: it needs its number before anything is created."""
-    from ckptfs.clique import membership  # Imports gRPC, which a single node does not need.
+    from ckptfs.clique import membership  # Imports gRPC. A start that is refused before does not wait for that.
 
-    if config.cluster is not None and config.keys is not None:
-        certificates.load_for(config.keys, config.node, config.cluster)
-    with _open_catalog(config) as db:
-        membership.ensure_registered(config, db)
+    def register() -> None:
+        if config.cluster is not None and config.keys is not None:
+            certificates.load_for(config.keys, config.node, config.cluster)
+        with _open_catalog(config) as db:
+            membership.ensure_registered(config, db)
+
+    children.run_forked(register)
 
 
 def _require_nothing_to_write_back(config: Config, db: Database) -> None:
