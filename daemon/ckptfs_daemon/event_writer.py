@@ -42,7 +42,7 @@ class EventWriter:
     def open(self, state: Path, *, node: str, mount: str) -> None:
         """Write to the log in a state directory from now on. `node`: the name of the host by default.
 
-        What was recorded before is left to the parent, if this process is a fork: it lacks the thread that writes it.
+        In a fork, what was recorded before is left to the parent, which has the thread that writes it.
         """
         self._begin()
         self._common = {"node": node or socket.gethostname(), "mount": mount}

@@ -167,7 +167,7 @@ def _leave_parent(descriptors: set[int]) -> None:
 def run_forked(act: Callable[[], None]) -> None:
     """Run `act` in a fork and wait for its end. Raises what `act` raised.
 
-    So this process gets no threads of libraries, with which it must not fork.
+    Libraries that `act` uses may start threads, and this process must have none of them when it forks again.
     """
     read_fd, write_fd = os.pipe()
 

@@ -196,7 +196,7 @@ class SharedNamespace(LocalNamespace):
     async def refresh_directory(self, inode: int, at_most: int | None = None) -> None:
         """Make a directory and its names fresh, and load unknown inodes. `at_most`: only the first names.
 
-        The last names are applied without a yield point after it. Raises ValueUnreadable.
+        No yield point follows the last names. Raises ValueUnreadable.
         """
         own = read.list_inode_keys(self.db, inode)
         after: bytes | None = b""
