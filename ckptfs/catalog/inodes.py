@@ -5,9 +5,11 @@ length. Functions that change rows join the caller's transaction.
 """
 
 import errno
+import json
 import os
 import stat
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from ckptfs import limits
@@ -49,6 +51,12 @@ def find(db: Database, inode: int) -> Inode | None:
 def is_history(db: Database, inode: int) -> bool:
     """Return True for a directory of the history, and for a file that has a name there."""
     return bool(db.value("SELECT history FROM inode WHERE id = ?", inode))
+
+
+def list_in_history(db: Database, inodes: Iterable[int]) -> list[int]:
+    """Return those of the inodes that are directories of the history or files that have a name there."""
+    query = "SELECT id FROM inode WHERE id IN (SELECT value FROM json_each(?)) AND history > 0"
+    return [row[0] for row in db.rows(query, json.dumps([*inodes]))]
 
 
 INTERNAL_XATTR_PREFIX = b"ckptfs."

@@ -220,14 +220,15 @@ def set_producers(db: Database, producers: Mapping[int, str]) -> None:
         inodes.set_internal_xattr(db, inode, PRODUCER_XATTR, producer.encode() or None)
 
 
-def is_committed(db: Database, members: Iterable[int]) -> bool:
-    """Return True if a user said of one of these inodes that the member is complete."""
-    query = "SELECT 1 FROM json_each(?) j JOIN xattr x ON x.inode = j.value AND x.name = ? LIMIT 1"
-    return db.value(query, json.dumps(list(members)), COMMIT_XATTR) is not None
+def list_committed(db: Database, members: Iterable[int]) -> list[int]:
+    """Return those of these inodes of which a user said that the member is complete."""
+    return db.column(
+        "SELECT x.inode FROM json_each(?) j JOIN xattr x ON x.inode = j.value AND x.name = ?", json.dumps([*members]), COMMIT_XATTR
+    )
 
 
 def delete_commit(db: Database, members: Iterable[int]) -> None:
-    """Delete the mark that `is_committed` reads."""
+    """Delete the mark that `list_committed` reads."""
     db.run("DELETE FROM xattr WHERE name = ? AND inode IN (SELECT value FROM json_each(?))", COMMIT_XATTR, json.dumps(list(members)))
 
 

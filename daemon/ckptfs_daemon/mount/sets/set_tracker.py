@@ -19,7 +19,7 @@ import math
 import os
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -261,9 +261,10 @@ class SetTracker:
         self._directory_pauses = {directory: until_s for directory, until_s in self._directory_pauses.items() if until_s > now_s}
         await self._refresh.refresh_above([inode for inode, _ in rows], self._directory_pauses)
         self._releases.release_moved(inode for inode, _ in rows)
-        kept = {inode for inode, _ in rows if await self._note_sets_of(inode)}
+        kept = {inode for inode in inodes.list_in_history(db, (inode for inode, _ in rows)) if await self._note_sets_of(inode)}
         search = MemberSearch(db, frozenset(self._directory_pauses))
-        found = await trio.to_thread.run_sync(lambda: {row: search.find(row[0]) for row in rows})
+        by_inode = await trio.to_thread.run_sync(search.find, [inode for inode, _ in rows])
+        found = {row: by_inode[row[0]] for row in rows}
         self._directory_pauses |= {directory: trio.current_time() + seconds for directory, seconds in search.pauses_s.items()}
         self._candidate_due_s |= {row: max(self._directory_pauses.values()) for row, members in found.items() if members is None}
         # A file that is written gets another inode than its name in the history. So its one member needs no new set because of it.
@@ -276,8 +277,6 @@ class SetTracker:
         """
         is_kept = False
         await trio.lowlevel.checkpoint()
-        if not inodes.is_history(self._context.db, inode):
-            return False
         for directory, one in await self._refresh.list_sets_of_file(inode):
             await self._review.add_lost_name(directory, one)
             is_kept |= set_members.is_finished(self._context.db, one)
@@ -334,7 +333,7 @@ class SetTracker:
         """
         load = functools.partial(found.load_tree, self._context.db)
         before = await trio.to_thread.run_sync(load)
-        is_committed = set_members.is_committed(self._context.db, found.inodes)
+        is_committed = bool(set_members.list_committed(self._context.db, found.inodes))
         verdict = await series.judge(found.series, found.siblings, self._reader, found.member, is_committed=is_committed)
         if verdict.incomplete_reason or before is None:
             log.debug("%s: no set yet: %s", os.fsdecode(found.member.name), verdict.incomplete_reason)
@@ -396,23 +395,35 @@ class MemberSearch:
     def __init__(self, db: Database, paused: frozenset[int]) -> None:
         """`paused`: directories that must not be read now."""
         self._db, self._paused = db, paused
+        self._found: dict[int, list[FoundMember] | None] = {}
+        """What was found for each directory of an inode."""
         self._directories: dict[int, _DirectoryNames] = {}
         self._kinds: dict[int, bool] = {}
         self.pauses_s: dict[int, float] = defaultdict(float)
         """For how long not to read each directory again: a multiple of the time that it took to read."""
 
-    def find(self, inode: int) -> list[FoundMember] | None:
-        """Return the members, the innermost first. Returns None if a directory on the way is paused."""
+    def find(self, inodes: Sequence[int]) -> dict[int, list[FoundMember] | None]:
+        """Return the members by inode, the innermost first; None if a directory on the way is paused."""
+        found = {inode: self._find(inode) for inode in inodes}
+        for inode in set_members.list_committed(self._db, inodes):
+            if found[inode] == []:
+                found[inode] = self._build_committed(inode)
+        return found
+
+    def _find(self, inode: int) -> list[FoundMember] | None:
         found: list[FoundMember] = []
-        todo = set_members.list_places(self._db, inode)
-        while todo:
-            directory, name = todo.pop(0)
+        for directory, name in set_members.list_places(self._db, inode):
             if directory in self._paused:
                 return None
             found += self._match(directory, name)
             if directory != ROOT:
-                todo += set_members.list_places(self._db, directory)
-        return found or self._find_committed(inode)
+                if directory not in self._found:
+                    self._found[directory] = self._find(directory)
+                above = self._found[directory]
+                if above is None:
+                    return None
+                found += above
+        return found
 
     def _match(self, directory: int, name: bytes) -> list[FoundMember]:
         siblings, directories, members = self._load(directory)
@@ -449,13 +460,11 @@ class MemberSearch:
             self.pauses_s[directory] += (time.monotonic() - began_s) * limits.SET_SEARCH_PAUSE
         return self._kinds[directory]
 
-    def _find_committed(self, inode: int) -> list[FoundMember]:
+    def _build_committed(self, inode: int) -> list[FoundMember]:
         """Return a file or directory outside any series that a user committed as complete.
 
         It is a series of its own.
         """
-        if not set_members.is_committed(self._db, [inode]):
-            return []
         found = []
         for directory, name in set_members.list_places(self._db, inode):
             is_directory = set_members.list_possible_members(self._db, directory)[name][1]
