@@ -11,6 +11,7 @@ Invariants:
 - A process is asked for its groups each time, because it may move. The limits of groups are cached for `limits.CGROUP_AGE_S`.
 """
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from ckptfs import limits, procfs
 # A v1 group without a limit shows the largest multiple of the page size.
 _V1_LIMITS = ("memory.limit_in_bytes",)
 _V2_LIMITS = ("memory.max", "memory.high")
+_FILES_MAX = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,17 +101,15 @@ class MemoryLimits:
         self._hierarchies = find_hierarchies(table)
         self._memory_bytes = procfs.get_memory()[0] if memory_bytes is None else memory_bytes
         self._known: dict[bytes, tuple[float, MemoryLimit]] = {}
+        self._files: dict[int | str, int] = {}
+        """Descriptors of /proc/PID/cgroup of the last processes."""
 
     def find(self, pid: int | str) -> MemoryLimit:
         """Return the lowest limit of a process or thread. `pid` 0 is a process of a foreign pid namespace."""
         if pid == 0:
             return UNKNOWN
         try:
-            fd = os.open(f"{self._proc}/{pid}/cgroup", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                groups = os.read(fd, limits.CGROUP_BYTES_MAX)
-            finally:
-                os.close(fd)
+            groups = self._load_groups(pid)
         except OSError:
             return UNKNOWN
         now_s = time.monotonic()
@@ -120,6 +120,22 @@ class MemoryLimits:
                 self._known.clear()
             self._known[groups] = (now_s + limits.CGROUP_AGE_S, limit)
         return limit
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _load_groups(self, pid: int | str) -> bytes:
+        """Return /proc/PID/cgroup. Raises OSError."""
+        if pid in self._files:
+            with contextlib.suppress(OSError):  # The process has ended. Another one may have its number.
+                return os.pread(self._files[pid], limits.CGROUP_BYTES_MAX, 0)
+            os.close(self._files.pop(pid))
+        fd = os.open(f"{self._proc}/{pid}/cgroup", os.O_RDONLY | os.O_CLOEXEC)
+        if len(self._files) >= _FILES_MAX:
+            os.close(self._files.pop(next(iter(self._files))))
+        self._files[pid] = fd
+        return os.pread(fd, limits.CGROUP_BYTES_MAX, 0)
 
     def _read_limit(self, groups: dict[int, str]) -> MemoryLimit:
         for version in (1, 2):
@@ -157,7 +173,8 @@ class MemoryLimits:
 
 def find_own_limit() -> MemoryLimit:
     """Return the lowest limit of this process, to which most of the RAM tier is charged."""
-    return MemoryLimits().find("self")
+    with contextlib.closing(MemoryLimits()) as found:
+        return found.find("self")
 
 
 def _get_bound(limit: MemoryLimit) -> float:

@@ -1,6 +1,7 @@
 """M1: the memory limit of a process is read from both versions of cgroups; what cannot be read counts as a limit."""
 
 import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -143,3 +144,22 @@ def test_a_process_that_moves_is_seen_at_once_and_a_changed_limit_soon(machine: 
 def test_this_very_process_can_be_asked() -> None:
     found = MemoryLimits()
     assert found.find("self") == found.find(os.getpid())
+    found.close()
+
+
+def test_few_files_of_processes_stay_open_and_none_is_believed_after_its_process(machine: Machine) -> None:
+    root = machine.mount(2)
+    machine.group(root / "a", cgroup__type="domain", memory__max="max")
+    found, before = machine.limits(), len(os.listdir("/proc/self/fd"))
+    for pid in range(1, 200):
+        machine.process(pid, "0::/a\n")
+        assert found.find(pid) == UNLIMITED
+    assert len(os.listdir("/proc/self/fd")) < before + 40
+    found.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+    found = MemoryLimits()
+    with subprocess.Popen(["sleep", "60"]) as process:
+        assert found.find(process.pid).is_known
+        process.kill()
+    assert found.find(process.pid) == UNKNOWN
+    found.close()
