@@ -194,9 +194,9 @@ static off_t large_offset;
 /* What the dead process left, in the order of its numbers. The last `shim_left` are still to be taken up. */
 static struct fuse_in_header **left;
 static uint32_t left_count;
-/* The request that was received and is processed next, and whether a dead process left it. */
+/* The request that was received and is processed next, whether a dead process left it, and whether it was answered at once. */
 static struct fuse_in_header *received;
-static bool received_is_left;
+static bool received_is_left, is_answered;
 
 static struct fuse_in_header *get_slot(const struct slots *slots, uint32_t index)
 {
@@ -412,8 +412,9 @@ void fuse_session_process_buf(struct fuse_session *se, const struct fuse_buf *bu
         received = move_to_small(received);
     request.mem = received;
     request.size = received->len;
+    is_answered = false;
     process(se, &request, received_is_left ? REPEATED_BIT : 0);
-    if (!wants_reply(received))
+    if (is_answered || !wants_reply(received))
         received->len = 0;
 }
 
@@ -499,13 +500,15 @@ static void on_ioctl(fuse_req_t req, fuse_ino_t ino, unsigned int cmd, void *arg
 
 static void on_lookup(fuse_req_t req, fuse_ino_t parent, const char *name)
 {
-    if (!python.lookup(req, parent, name, fuse_req_ctx(req)->pid))
+    is_answered = python.lookup(req, parent, name, fuse_req_ctx(req)->pid);
+    if (!is_answered)
         lookup_of_pyfuse3(req, parent, name);
 }
 
 static void on_getattr(fuse_req_t req, fuse_ino_t ino, struct fuse_file_info *fi)
 {
-    if (!python.getattr(req, ino, fuse_req_ctx(req)->pid))
+    is_answered = python.getattr(req, ino, fuse_req_ctx(req)->pid);
+    if (!is_answered)
         getattr_of_pyfuse3(req, ino, fi);
 }
 
@@ -513,7 +516,8 @@ static void on_create(fuse_req_t req, fuse_ino_t parent, const char *name, mode_
 {
     const struct fuse_ctx *caller = fuse_req_ctx(req);
 
-    if (!python.create(req, parent, name, mode, caller->uid, caller->gid, caller->pid))
+    is_answered = python.create(req, parent, name, mode, caller->uid, caller->gid, caller->pid);
+    if (!is_answered)
         create_of_pyfuse3(req, parent, name, mode, fi);
 }
 
