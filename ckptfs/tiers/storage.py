@@ -42,7 +42,7 @@ _SHARED = "shared-bytes"
 CATALOG_RESERVE_BYTES, CATALOG_RESERVE_RATIO = 64 * limits.MIB, 0.125
 """What contents leave free on the disk of the catalog, at most that share: without room there, nothing can be deleted either."""
 _NO_RESERVATIONS: Mapping[Tier, int] = {}
-_PFS_CAPACITY = {Tier.PFS: Capacity(limits.OFFSET_MAX, limits.OFFSET_MAX)}
+_PFS_CAPACITY = Capacity(limits.OFFSET_MAX, limits.OFFSET_MAX)
 
 
 class TierStorage(TierRoot):
@@ -398,14 +398,12 @@ class Tiers(Mapping[Tier, TierStorage]):
     def _choose_tier(
         self, expected_bytes: int, reserved_bytes: Mapping[Tier, int], prepared_file: PreparedFile | None, excluded: Container[Tier]
     ) -> Tier | None:
-        candidates = {tier for tier, storage in self._tiers.items() if storage.is_usable and tier not in excluded}
-        capacities = {tier: own for tier, own in self.get_local_capacities().items() if tier in candidates}
-        if prepared_file is not None and Tier.RAM in candidates:
-            capacities = capacities | {Tier.RAM: self.get_capacity(Tier.RAM, prepared_file)}
-        if reserved_bytes:
-            capacities = {tier: space.subtract_reserved(own, reserved_bytes.get(tier, 0)) for tier, own in capacities.items()}
-        if Tier.PFS in candidates:
-            capacities = capacities | _PFS_CAPACITY
+        capacities = {}
+        for tier, storage in self._tiers.items():
+            if not storage.is_usable or tier in excluded:
+                continue
+            own = _PFS_CAPACITY if tier is Tier.PFS else self.get_capacity(tier, prepared_file)
+            capacities[tier] = space.subtract_reserved(own, reserved_bytes.get(tier, 0))
         return space.choose_tier(capacities, expected_bytes, self._ram_high)
 
     def give_back_prepared(

@@ -24,7 +24,7 @@ ERRNOS = ["EIO", "EROFS", "ESTALE", "ENODEV", "ESHUTDOWN"]
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Node:
     made = Node(tmp_path)
     storage.adopt_tiers(made.db, made.tiers)
-    monkeypatch.setattr(Tiers, "get_capacity", lambda tiers, tier: tiers[tier].get_capacity())
+    monkeypatch.setattr(Tiers, "get_capacity", lambda tiers, tier, prepared_file=None: tiers[tier].get_capacity())
     return made
 
 

@@ -89,7 +89,7 @@ class OpenFile:
     move_done: trio.Event | None = None
     active_count: int = 0
     writer_pid: int = 0
-    idle: trio.Event = field(default_factory=trio.Event)
+    idle: trio.Event | None = None
 
     @property
     def number(self) -> int:
@@ -173,13 +173,14 @@ class OpenFile:
             yield
         finally:
             self.active_count -= 1
-            if not self.active_count:
+            if not self.active_count and self.idle is not None:
                 self.idle.set()
-                self.idle = trio.Event()
+                self.idle = None
 
     async def wait_idle(self) -> None:
         """Wait until no `in_use` block runs."""
         while self.active_count:
+            self.idle = self.idle or trio.Event()
             await self.idle.wait()
 
     async def open_writable_fd(self) -> tuple[int, bool]:

@@ -16,6 +16,7 @@ import os
 import stat
 import time
 from dataclasses import replace
+from typing import Any
 
 import trio
 
@@ -57,8 +58,8 @@ class OpenAttempt:
         self._db = context.db
         self._files = context.open_files
         self._open_request = open_request
-        self._undo = contextlib.ExitStack()
-        """What undoes the attempt that runs, last first. Empty between attempts."""
+        self._undo: list[tuple[Any, ...]] = []
+        """Calls that undo the attempt that runs, last first: (function, its arguments)."""
         self._new_pfs_file: tuple[int, int] | None = None
         """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
         self._pfs_fd = -1
@@ -94,12 +95,17 @@ class OpenAttempt:
 
     def _attempt(self) -> OpenResult:
         file = self._find_open_file()
-        with self._undo:
+        self._undo.clear()
+        try:
             with self._files.change():
                 held = self._load_or_create()
                 file = self._act(file, held)
                 opened = self._record(file, held)
-            self._undo.pop_all()
+        except BaseException:
+            for function, *arguments in reversed(self._undo):
+                with contextlib.suppress(OSError):  # The reclaim flow removes a file that is left.
+                    function(*arguments)
+            raise
         if self.separates:
             self._files.follow_history(opened.inode)
         is_writer = self._open_request.is_writer
@@ -199,9 +205,9 @@ class OpenAttempt:
     ) -> int:
         """Create a file in RAM or NVMe. If that fails, the next attempt chooses another tier (P10)."""
         try:
-            self._undo.callback(_remove_quietly, storage, content)
+            self._undo.append((storage.remove, content))
             fd = self._create_file(storage, content, flags, prepared_file)
-            self._undo.callback(os.close, fd)
+            self._undo.append((os.close, fd))
             os.utime(fd, ns=times)
         except OSError as failure:
             if failure.errno not in health.FULL_ERRNOS and not health.is_tier_failure(failure):
@@ -241,7 +247,7 @@ class OpenAttempt:
             fd = self._open_or_wait(storage, content, NONBLOCKING_WRITE if reason or (is_writer and tier is Tier.PFS) else os.O_RDONLY)
         except FileNotFoundError as failure:
             raise MustWait(lambda: self._delete_missing_copy(content, tier)) from failure
-        self._undo.callback(self._files.slow_calls.close, fd, tier)
+        self._undo.append((self._files.slow_calls.close, fd, tier))
         if is_writer:
             self._mark_content_open(held, content, storage)
         else:
@@ -262,7 +268,7 @@ class OpenAttempt:
         if found is None:
             return None
         storage, fd = found
-        self._undo.callback(os.close, fd)
+        self._undo.append((os.close, fd))
         generation = held.inode.generation
         return OpenFile(
             held.inode.id, content.id, storage, fd, self._open_request.shown, atime_ns=held.inode.atime_ns, generation=generation,
@@ -274,7 +280,7 @@ class OpenAttempt:
         if self._pfs_fd < 0:
             raise MustWait(self._request_fetch)
         fd = self._take_pfs_fd()
-        self._undo.callback(self._files.slow_calls.close, fd, None)
+        self._undo.append((self._files.slow_calls.close, fd, None))
         reason = Reason.NONE if self._context.data_path is DataPath.PASSTHROUGH else Reason.DATA_PATH
         return self._register_open_file(held, None, None, fd, reason=reason)
 
@@ -291,7 +297,7 @@ class OpenAttempt:
             file.is_writable = self._open_request.is_writer
         else:
             file.backing_id = self._files.register_backing(fd, file.tier)
-            self._undo.callback(self._files.unregister_backing, file.backing_id)
+            self._undo.append((self._files.unregister_backing, file.backing_id))
             if not file.backing_id:
                 is_refused = self._context.data_path is DataPath.PASSTHROUGH
                 file.buffered_reason = Reason.REFUSED if is_refused else Reason.DATA_PATH
@@ -468,7 +474,7 @@ class OpenAttempt:
         if self._new_pfs_file is None:
             raise MustWait(lambda: self._create_on_pfs(storage, times))
         taken, self._new_pfs_file = self._new_pfs_file, None
-        self._undo.callback(setattr, self, "_new_pfs_file", taken)
+        self._undo.append((setattr, self, "_new_pfs_file", taken))
         return taken
 
     async def _create_on_pfs(self, storage: TierStorage, times: tuple[int, int]) -> None:
@@ -587,12 +593,6 @@ class CreateAttempt(OpenAttempt):
         created = self._create_content(held, expected_bytes, is_new_file=True)
         created.created_as = (self._parent, self._name)
         return created
-
-
-def _remove_quietly(storage: TierStorage, content: int) -> None:
-    """Remove a file that is not needed. If its tier fails, the reclaim flow removes it later."""
-    with contextlib.suppress(OSError):
-        storage.remove(content)
 
 
 def _truncate_content(storage: TierStorage, content: int) -> None:
