@@ -66,3 +66,39 @@ def test_a_commit_that_fails_leaves_no_change_open(tmp_path: Path) -> None:
     with db.transaction():
         db.run("INSERT INTO report (key, value, at_ns) VALUES ('after', '', 0)")
     assert db.rows("SELECT key FROM report") == [("after",)]
+
+
+def test_a_change_waits_for_another_one_in_short_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1: SQLite would sleep for up to 100 ms at a time, and each create beside the mover would take that long."""
+    database.create(tmp_path / "catalog.db")
+    db = Database(tmp_path / "catalog.db", journalled=False)
+    begun, may_end, slept = threading.Event(), threading.Event(), list[float]()
+
+    def change() -> None:
+        with db.transaction():
+            begun.set()
+            assert may_end.wait(60)
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 3:
+            may_end.set()
+            thread.join()
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    assert begun.wait(60)
+    monkeypatch.setattr(database.time, "sleep", sleep)
+    with db.transaction():
+        assert slept == [database.LOCK_POLL_S] * 3
+    db.close()
+
+
+def test_a_catalog_without_a_file_for_its_lock_can_be_changed(tmp_path: Path) -> None:
+    database.create(tmp_path / "catalog.db")
+    (tmp_path / "catalog.db-lock").mkdir()
+    db = Database(tmp_path / "catalog.db", journalled=False)
+    with db.transaction():
+        db.run("UPDATE inode SET uid = 7")
+    assert db.value("SELECT uid FROM inode") == 7
+    db.close()

@@ -25,7 +25,8 @@ from ckptfs_client.mounts import list_mounts
 
 CATALOG = "catalog.db"
 OURS = (
-    CATALOG, "catalog.db-wal", "catalog.db-shm", "catalog.db.digest", runtime_dir.PROCESSES_FILE, "ckptfsd.log", "ckptfsd.log.1",
+    CATALOG, "catalog.db-wal", "catalog.db-shm", "catalog.db-lock", "catalog.db.digest",
+    runtime_dir.PROCESSES_FILE, "ckptfsd.log", "ckptfsd.log.1",
     mount_record.FILE_NAME, "lock",
 )  # fmt: skip
 
