@@ -205,6 +205,29 @@ def test_a_silent_child_is_killed(world: World, monkeypatch: pytest.MonkeyPatch)
     assert len(world.lives("mount")) == 2
 
 
+@pytest.mark.parametrize("wait_s", [0.0, 60.0])
+def test_only_a_killed_child_that_does_not_end_for_long_is_reported(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, wait_s: float
+) -> None:
+    """A busy machine needs a moment to end a killed process."""
+    tries: list[children.Child] = []
+
+    def reap(child: children.Child, patience_s: float) -> int | None:
+        if child.role == "mount" and child is (tries or [child])[0] and len(tries) < 2:
+            tries.append(child)
+            return None
+        return reap_child(child, patience_s)
+
+    reap_child = children.Child.reap
+    monkeypatch.setattr(children.Child, "reap", reap)
+    monkeypatch.setattr(limits, "WATCHDOG_S", 1.5)
+    monkeypatch.setattr(supervisor, "TURN_MAX_S", 0.1)
+    monkeypatch.setattr(supervisor, "REAP_WAIT_S", wait_s)
+    world.script.write_text("mount serve\nmount unmounted\n")
+    assert world.run() == 0
+    assert len(tries) == 2 and caplog.text.count("hangs in a system call") == (0 if wait_s else 1)
+
+
 def test_a_mover_killed_while_it_drains_is_asked_again(world: World) -> None:
     world.script.write_text("mount unmounted\nmover die\nmover serve\n")
     assert world.run() == 0

@@ -13,6 +13,7 @@ start takes over what is left.
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
@@ -112,8 +113,8 @@ class Supervisor:
         self._is_hurried = False
         self._drain_report = ""
         self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began)}
-        self._hanging: list[Child] = []
-        """Killed children that have not ended yet."""
+        self._hanging: dict[Child, float] = {}
+        """Killed children that have not ended yet, and when to report that they hang; infinity: it is reported."""
         self._wake_sockets = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -224,7 +225,11 @@ class Supervisor:
         return not self._is_resumed and not self._slots[MOVER].ever_ready and now < self._began + MOVER_RECOVERY_WAIT_S
 
     def _read_children(self) -> None:
-        self._hanging = [child for child in self._hanging if child.reap(0) is None]
+        self._hanging = {killed: report_at for killed, report_at in self._hanging.items() if killed.reap(0) is None}
+        for killed, report_at in self._hanging.items():
+            if time.monotonic() >= report_at:
+                self._hanging[killed] = math.inf
+                log.warning("%s process %d: was killed but hangs in a system call; another one has its place", killed.role, killed.pid)
         for role, slot in self._slots.items():
             child = slot.child
             if child is None:
@@ -301,8 +306,7 @@ class Supervisor:
         code = child.reap(patience_s)
         slot.child = None
         if code is None:
-            self._hanging.append(child)
-            log.warning("%s process %d: was killed but hangs in a system call; another one takes its place", role, child.pid)
+            self._hanging[child] = time.monotonic() + REAP_WAIT_S
         if role == MOUNT and code == 0:
             self._announce_ready()  # It served, even if it was unmounted at once.
             self._finish()
