@@ -8,6 +8,7 @@ even while the PFS hangs.
 
 import json
 import os
+import re
 import stat
 import time
 from collections import Counter
@@ -416,6 +417,7 @@ def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
 
 
 _TROUBLE_PREFIX = "trouble:"
+_NUMBER = re.compile(r"\d+")
 
 
 def set_trouble(db: Database, where: str, value: Mapping[str, Any] | None) -> None:
@@ -424,8 +426,8 @@ def set_trouble(db: Database, where: str, value: Mapping[str, Any] | None) -> No
 
 
 def list_troubles(db: Database, where: str = "") -> list[tuple[str, dict[str, Any], int]]:
-    """Return (where, value, time in ns) of the troubles whose names begin with `where`."""
-    found = list_reports(db, _TROUBLE_PREFIX + where)
+    """Return (where, value, time in ns) of the troubles that begin with `where`, in order."""
+    found = sorted(list_reports(db, _TROUBLE_PREFIX + where), key=lambda one: _NUMBER.sub(lambda digits: digits[0].zfill(9), one[0]))
     return [(key.removeprefix(_TROUBLE_PREFIX), json.loads(text), at_ns) for key, text, at_ns in found]
 
 

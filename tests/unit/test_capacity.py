@@ -103,3 +103,11 @@ def test_what_a_node_says(served: Served) -> None:
     node.publish(kept)
     assert summary.count_leaving_bytes(node.db, Which.RAM) == 3_000_000
     assert json.dumps(str(served.client.get_capacity().replication_factor)) == '"1"' and not served.client.get_capacity().clustered
+
+
+def test_troubles_with_numbers_are_in_their_order(served: Served) -> None:
+    """`status` shows them so."""
+    wheres = [summary.DEFERRED_TROUBLE, *(f"{summary.DEFERRED_TROUBLE} {number}" for number in range(2, 12)), "seal"]
+    for where in reversed(wheres):
+        summary.set_trouble(served.node.db, where, {"what": "refused"})
+    assert [where for where, *_ in summary.list_troubles(served.node.db)] == wheres
