@@ -42,3 +42,14 @@ def test_a_search_leaves_a_paused_directory_alone(node: Node) -> None:
         directory = namespace.create(db, ROOT, b"step_7", 0o040755, uid=0, gid=0, allow_unimported=True).id
         file = namespace.create(db, directory, b"a", 0o100644, uid=0, gid=0, allow_unimported=True).id
     assert MemberSearch(node.db, frozenset({directory})).find([file]) == {file: None}
+
+
+def test_a_tree_deeper_than_the_stack_of_python_is_searched(node: Node) -> None:
+    with node.db.transaction() as db:
+        directory = namespace.create(db, ROOT, b"step_7", 0o040755, uid=0, gid=0, allow_unimported=True).id
+        for _ in range(1500):
+            directory = namespace.create(db, directory, b"d", 0o040755, uid=0, gid=0, allow_unimported=True).id
+        file = namespace.create(db, directory, b"a", 0o100644, uid=0, gid=0, allow_unimported=True).id
+    found = MemberSearch(node.db, frozenset()).find([file])[file]
+    assert found is not None
+    assert [one.member.name for one in found] == [b"step_7"]

@@ -395,8 +395,8 @@ class MemberSearch:
     def __init__(self, db: Database, paused: frozenset[int]) -> None:
         """`paused`: directories that must not be read now."""
         self._db, self._paused = db, paused
-        self._found: dict[int, list[FoundMember] | None] = {}
-        """What was found for each directory of an inode."""
+        self._places: dict[int, list[tuple[int, bytes]]] = {}
+        """The places of each directory."""
         self._directories: dict[int, _DirectoryNames] = {}
         self._kinds: dict[int, bool] = {}
         self.pauses_s: dict[int, float] = defaultdict(float)
@@ -412,17 +412,16 @@ class MemberSearch:
 
     def _find(self, inode: int) -> list[FoundMember] | None:
         found: list[FoundMember] = []
-        for directory, name in set_members.list_places(self._db, inode):
+        todo = set_members.list_places(self._db, inode)
+        while todo:  # A tree may be deeper than the stack of Python.
+            directory, name = todo.pop(0)
             if directory in self._paused:
                 return None
             found += self._match(directory, name)
             if directory != ROOT:
-                if directory not in self._found:
-                    self._found[directory] = self._find(directory)
-                above = self._found[directory]
-                if above is None:
-                    return None
-                found += above
+                if directory not in self._places:
+                    self._places[directory] = set_members.list_places(self._db, directory)
+                todo += self._places[directory]
         return found
 
     def _match(self, directory: int, name: bytes) -> list[FoundMember]:
