@@ -6,7 +6,6 @@ length. Functions that change rows join the caller's transaction.
 
 import errno
 import json
-import os
 import stat
 import time
 from collections.abc import Iterable
@@ -170,5 +169,5 @@ def get_path(db: Database, inode: int) -> bytes:
 
 
 def get_shown_path(db: Database, inode: int) -> str:
-    """Return `get_path` as text, for messages."""
-    return os.fsdecode(get_path(db, inode))
+    """Return `get_path` as text, for messages. Bytes that are no UTF-8 are shown as \\xff."""
+    return get_path(db, inode).decode(errors="backslashreplace")

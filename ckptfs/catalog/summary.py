@@ -404,7 +404,10 @@ def record_pfs_speed(db: Database, size_bytes: int, seconds: float) -> None:
 
 
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
-    """Set the report under `key`. It keeps its time until an error comes or goes. None deletes it."""
+    """Set the report under `key`. It keeps its time until an error comes or goes. None deletes it.
+
+    Text may have names whose bytes are no UTF-8. They are shown as \\xff.
+    """
     with db.transaction():
         if value is None:
             db.run("DELETE FROM report WHERE key = ?", key)
@@ -412,8 +415,12 @@ def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
             db.run(
                 "INSERT INTO report (key, value, at_ns) VALUES (?, ?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value,"
                 f" at_ns = CASE WHEN {_HAS_ERROR.format('report')} <> {_HAS_ERROR.format('excluded')} THEN excluded.at_ns ELSE at_ns END",
-                key, json.dumps(value), time.time_ns(),
+                key, json.dumps({name: _make_showable(one) for name, one in value.items()}), time.time_ns(),
             )  # fmt: skip
+
+
+def _make_showable(value: Any) -> Any:
+    return os.fsencode(value).decode(errors="backslashreplace") if isinstance(value, str) else value
 
 
 _TROUBLE_PREFIX = "trouble:"

@@ -66,6 +66,21 @@ def test_a_content_that_a_peer_did_not_find_is_not_called_a_failure(capsys: pyte
     assert "refused     peers: 3 unknown (node2); control: 3 failed" in capsys.readouterr().out
 
 
+def test_a_name_that_is_no_utf_8_is_shown(served: Served) -> None:
+    """P11: the PFS refuses such a name, or the file is lost; a status that fails says nothing of it."""
+    db, name = served.node.db, os.fsdecode(b"x\xffy")
+    summary.set_trouble(db, "write_back", {"what": f"EILSEQ: the rename to {name} is refused", "path": name, "remedy": "rename it"})
+    summary.set_report(db, "write_back", {"path": name, "copied_bytes": 1, "size_bytes": 2})
+    content = served.node.make(b"x\xffy", b"bytes")
+    with db.transaction():
+        contents.set_state(db, content, ContentState.LOST)
+    answer = served.client.get_status()
+    assert answer.write_back.current_path == "x\\xffy"
+    assert {one.where: one.path for one in answer.troubles} == {"write_back": "x\\xffy", "lost": "x\\xffy"}
+    with pytest.raises(CommandFailed, match=r"x\\xffy is lost"):
+        list(served.client.wait(served.node.inode(content), "local"))
+
+
 def test_troubles_are_shown_with_path_and_remedy(served: Served) -> None:
     summary.set_trouble(served.node.db, "write_back", {"what": "EACCES: no", "path": "a/b", "remedy": "chmod it"})
     found = served.client.get_status()
