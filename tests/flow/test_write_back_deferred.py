@@ -4,8 +4,9 @@ import contextlib
 import errno
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from write_back_world import Mount, intercepted, rest
@@ -176,6 +177,27 @@ def test_what_is_due_again_waits_for_the_rest_of_the_journal(mount: Mount, monke
         assert tried.count(b"x0") > 1
     flow.retry_now()
     mount.settle_exactly(flow)
+
+
+def test_what_is_tried_again_stays_in_the_report_until_it_is_done(tmp_path: Path) -> None:
+    """On a slow PFS, to try many files again takes minutes, in which `status` would name a few of them."""
+    troubles: dict[str, object] = {}
+
+    def report(key: str, value: Mapping[str, Any] | None) -> None:
+        troubles.pop(key, None)
+        if value is not None:
+            troubles[key] = value["path"]
+
+    aside = DeferredFiles(report, PfsTree(tmp_path), b".ckptfs.probe")
+    puts = [PfsAction("put", 1, inode, PfsLocation(ROOT, b"f%d" % inode, ()), Fingerprint()) for inode in range(5)]
+    for put in puts:
+        aside.defer(put, RefusedKind.BYTES, OSError(errno.EDQUOT, "over the quota"))
+    aside.retry_now()
+    aside.start_batch()
+    assert aside.defer(puts[2], RefusedKind.BYTES, OSError(errno.EDQUOT, "over the quota"))
+    assert set(troubles.values()) == {f"f{inode}" for inode in range(5)}
+    aside.finish_journal()
+    assert [*troubles.values()] == ["f2"]
 
 
 def test_each_refusal_waits_longer_up_to_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

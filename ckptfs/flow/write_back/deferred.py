@@ -105,7 +105,8 @@ class DeferredFiles:
         self._tree = tree
         self._probe = probe
         self._files: dict[tuple[int, RefusedKind], _DeferredFile] = {}
-        self._delays_s: dict[tuple[int, RefusedKind], float] = {}
+        self._released: dict[tuple[int, RefusedKind], _DeferredFile] = {}
+        """Those that are tried again up to the end of the journal. They are reported until then."""
         self._failures = 0
         self._reported_count = 0
         self._retries_all = False
@@ -154,18 +155,18 @@ class DeferredFiles:
     def set_aside(self, inode: int, kind: RefusedKind, location: PfsLocation, what: str, failure: OSError) -> None:
         """Defer something of an inode. `what`: the error and what it means, for `ckptfs status`."""
         key = (inode, kind)
-        before_s = self._delays_s.pop(key, 0.0)
-        delay_s = min(max(2 * before_s, RETRY_FIRST_S), RETRY_LAST_S)
+        before = self._released.pop(key, None)
+        delay_s = min(max(2 * before.delay_s, RETRY_FIRST_S), RETRY_LAST_S) if before is not None else RETRY_FIRST_S
         remedy = getattr(failure, "remedy", "") or health.pfs_remedy(failure.errno) or "see the PFS's own log"
         self._files[key] = _DeferredFile(time.monotonic() + delay_s, delay_s, location.text, what, remedy, failure.errno == errno.ENOSPC)
-        level = logging.WARNING if not before_s and len(self._files) <= LOGGED_MAX else logging.DEBUG
+        level = logging.WARNING if before is None and len(self._files) <= LOGGED_MAX else logging.DEBUG
         log.log(level, "%s: %s; all others are written back (%s)", location.text, what, remedy)
         self._report_deferred()
 
     def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError, size: int) -> bool:
         """Return True if a change fails again and again while the PFS takes other files and has room."""
         self._failures += 1
-        if self._failures < TRIES_MAX and key not in self._delays_s:
+        if self._failures < TRIES_MAX and key not in self._released:
             return False
         return self._takes_a_file(size if failure.errno == errno.ENOSPC else 0)
 
@@ -227,15 +228,15 @@ class DeferredFiles:
 
     def _release(self, keys: list[tuple[int, RefusedKind]]) -> None:
         for key in keys:
-            self._delays_s[key] = self._files.pop(key).delay_s
+            self._released[key] = self._files.pop(key)
         self.after_seq = 0
 
     def finish_journal(self) -> None:
         """Forget released files that were not deferred again. Call at the end of the journal."""
         if not self.skips_bytes:
             self._failures = 0
-        if self._delays_s:
-            self._delays_s.clear()
+        if self._released:
+            self._released.clear()
             self._report_deferred()
 
     def next_due_s(self) -> float | None:
@@ -249,7 +250,7 @@ class DeferredFiles:
         self._retries_all = True
 
     def _report_deferred(self) -> None:
-        reports = _build_reports(self._files.values())
+        reports = _build_reports([*self._files.values(), *self._released.values()])
         for number, value in enumerate(reports + [None] * (self._reported_count - len(reports)), 1):
             self._report(DEFERRED_TROUBLE if number == 1 else f"{DEFERRED_TROUBLE} {number}", value)
         self._reported_count = len(reports)
