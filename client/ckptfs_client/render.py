@@ -69,7 +69,7 @@ def build_console() -> "Console":
     """Build the console for tables, so wide that nothing is wrapped if stdout is no terminal."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else 4096, highlight=False)
+    return Console(width=None if sys.stdout.isatty() else 4096, highlight=False, emoji=False)
 
 
 def print_renderable(what: "RenderableType") -> None:

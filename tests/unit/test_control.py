@@ -66,6 +66,12 @@ def test_a_content_that_a_peer_did_not_find_is_not_called_a_failure(capsys: pyte
     assert "refused     peers: 3 unknown (node2); control: 3 failed" in capsys.readouterr().out
 
 
+def test_a_name_with_colons_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    trouble = pb.Trouble(where="files set aside", what="EINVAL: Invalid argument", path="at:100:x/a:b", remedy="give it another name")
+    render.print_renderable(render.build_status(pb.Status(troubles=[trouble])))
+    assert "at:100:x/a:b: EINVAL" in capsys.readouterr().out
+
+
 def test_a_name_that_is_no_utf_8_is_shown(served: Served) -> None:
     """P11: the PFS refuses such a name, or the file is lost; a status that fails says nothing of it."""
     db, name = served.node.db, os.fsdecode(b"x\xffy")

@@ -55,7 +55,7 @@ def watch_status(chosen: Sequence[Mount], *, json: bool) -> None:
         for status in list_statuses(chosen):
             render.print_json(render.message_to_dict(status), lines=True)
         time.sleep(WATCH_EVERY_S)
-    sampler, console = OverviewSampler(lambda: chosen, for_caller=True), Console(highlight=False)
+    sampler, console = OverviewSampler(lambda: chosen, for_caller=True), Console(highlight=False, emoji=False)
     if console.is_terminal and not console.is_dumb_terminal:
         _watch_on_screen(sampler, console)
         return
