@@ -190,11 +190,10 @@ def _load_orbax_metadata(size: int, read: ReadRange) -> SetIndex:
     found = _load_json(size, read)
     if "commit_timestamp_nsecs" not in found:
         return SetIndex()
-    return (
-        SetIndex(is_commit=True)
-        if found["commit_timestamp_nsecs"]
-        else SetIndex(flaw="has no time of commit; its writer did not finish it")
-    )
+    if not found["commit_timestamp_nsecs"]:
+        return SetIndex(flaw="has no time of commit; its writer did not finish it")
+    items = found.get("item_handlers")  # What this save has, by the names of directories; text if it has no items.
+    return SetIndex({name.encode(): 0 for name in items} if isinstance(items, dict) else {}, is_commit=True)
 
 
 def _load_deepspeed_state(size: int, read: ReadRange) -> SetIndex:
@@ -289,6 +288,8 @@ def _find_index_gap(directory: DirectoryFacts, name: bytes) -> str:
         return f"{text(name)} {index.flaw}"
     for file, size in sorted(index.files.items()):
         found = directory.files.get(file) or directory.below.get(file)
+        if file in directory.directories:
+            continue
         if found is None:
             return f"{text(file)} is missing, which {text(name)} names"
         if found.size < size:
@@ -437,6 +438,12 @@ def _find_orbax_gap(directory: DirectoryFacts) -> str:
     return _find_index_gap(directory, b"_CHECKPOINT_METADATA")
 
 
+def _find_arrays_gap(directory: DirectoryFacts) -> str:
+    """Find the files without which Orbax cannot read the arrays that its processes wrote."""
+    missing = [name for name in (b"_METADATA", b"manifest.ocdbt") if name not in directory.files]
+    return f"{text(missing[0])} is missing" if missing else ""
+
+
 def _find_dmtcp_gap(directory: DirectoryFacts) -> str:
     """Find a gap by the script of DMTCP.
 
@@ -486,6 +493,7 @@ KINDS = (
             re.compile(rb".+\.index", re.DOTALL)),
     SetKind("Orbax", re.compile(rb"_CHECKPOINT_METADATA|commit_success\.txt"), _find_orbax_gap,
             _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True, awaits_all=True),
+    SetKind("arrays of Orbax", re.compile(rb"ocdbt\.process_[0-9]+"), _find_arrays_gap, _NOTHING, _NOTHING),
     SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING, applies=lambda directory: bool(_list_lammps_parts(directory))),
     SetKind("DMTCP", re.compile(DMTCP_IMAGE.pattern + b"|" + _DMTCP_SCRIPT.pattern, re.DOTALL), _find_dmtcp_gap,
             _NOTHING, _DMTCP_SCRIPT, tells_sizes=True, awaits_all=True),

@@ -153,6 +153,16 @@ def test_the_mark_that_orbax_writes_last() -> None:
     """D6: on stores without an atomic rename."""
     files = OPEN["Orbax with a mark"]
     assert series_of(files, 100, 200).without("step_200/commit_success.txt").find("step_*") == "step_100"
+    arrays = {
+        "_CHECKPOINT_METADATA": b'{"item_handlers": {"default": "S", "metadata": "J"}, "commit_timestamp_nsecs": 17}',
+        "metadata/metadata": b"{}",
+        **dict.fromkeys((f"default/{name}" for name in ("_METADATA", "manifest.ocdbt", "d/ab", "ocdbt.process_0/d/cd")), X),
+    }  # fmt: skip
+    tree = series_of(arrays, 100, 200)
+    assert tree.find("step_*") == "step_200"
+    for name in ("metadata/metadata", "default/_METADATA", "default/manifest.ocdbt"):
+        [reason] = tree.without(f"step_200/{name}").find_reasons("step_*").values()
+        assert "is missing" in reason
     pending = {**MARKED["Orbax"], "_CHECKPOINT_METADATA": b'{"commit_timestamp_nsecs": null}'}
     reasons = series_of(MARKED["Orbax"], 100).with_files(below("step_200", pending)).find_reasons("step_*")
     assert "has no time of commit" in reasons["step_200"]
