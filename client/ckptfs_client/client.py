@@ -235,6 +235,9 @@ class Client:
             return build_unanswered_error(self.mount)
         if code in RETRYABLE_CODES:
             return build_unanswered_error(self.mount)
+        if code == grpc.StatusCode.UNIMPLEMENTED:
+            problem = f"the daemon of {self.mount.name} runs another version of ckptfs, which does not know this question"
+            return CommandFailed(problem, remedy=f"umount {self.mount.mountpoint}, and mount it again")
         kinds = {grpc.StatusCode.FAILED_PRECONDITION: UsageError, grpc.StatusCode.PERMISSION_DENIED: NotPermitted}
         return kinds.get(code, CommandFailed)(words, remedy=remedy)
 

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -32,6 +33,7 @@ from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.deferred import build_unavailable_error
 from ckptfs.model import ROOT, ContentState, CopyState, Level, Tier
 from ckptfs.protocol import control_pb2 as pb
+from ckptfs.protocol import control_pb2_grpc
 
 
 def later(act: object, delay_s: float = 0.1) -> threading.Timer:
@@ -64,6 +66,18 @@ def test_a_content_that_a_peer_did_not_find_is_not_called_a_failure(capsys: pyte
     refused = [pb.Refused(where=where, who=who, reason=reason, count=3) for where, found in counts.items() for who, reason in found.items()]
     render.print_renderable(render.build_status(pb.Status(refused=refused)))
     assert "refused     peers: 3 unknown (node2); control: 3 failed" in capsys.readouterr().out
+
+
+def test_a_daemon_of_another_version_is_named_with_a_remedy(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.2.0 knew none of the questions by their names of today, and goes on until its mount ends."""
+
+    def build_former_stub(channel: Any) -> Mock:
+        return Mock(GetStatus=channel.unary_unary("/ckptfs.Questions/GetStatus", pb.StatusRequest.SerializeToString))
+
+    monkeypatch.setattr(control_pb2_grpc, "QueriesStub", build_former_stub)
+    with pytest.raises(CommandFailed, match=f"{served.mount.name} runs another version of ckptfs") as failure:
+        Client(served.mount).get_status()
+    assert failure.value.remedy == f"umount {served.mount.mountpoint}, and mount it again"
 
 
 def test_a_name_with_colons_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
