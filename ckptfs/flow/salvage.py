@@ -42,6 +42,7 @@ disk.declare_labels("salvage:shown", "salvage:pfs")
 
 BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
 FORMER_TROUBLE = "former"
+TROUBLES_CHECK_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Salvage:
         self._writers_may_return = False
         self._next_look_s = 0.0
         self._view_since_s = 0.0
+        self._has_troubles = True
+        self._troubles_checked_s = 0.0
         self._batches = 0
         self._next_batch_s = 0.0
 
@@ -101,6 +104,8 @@ class Salvage:
             self._next_look_s = time.monotonic() + limits.SALVAGE_POLL_S
             self._salvage_undecided(view)
             self._writers_may_return = self._writers_may_return and self._tell_returned(view)
+            if self._has_troubles and time.monotonic() >= self._troubles_checked_s + TROUBLES_CHECK_S:
+                self._has_troubles, self._troubles_checked_s = self._end_troubles(), time.monotonic()
         return False
 
     def _salvage_undecided(self, view: ClusterView) -> None:
@@ -123,6 +128,7 @@ class Salvage:
             return limits.SALVAGE_POLL_S
         waiting = self._undecided or self._writers_may_return or mover_requests.list_open(self._db, mover_requests.SALVAGE, at_most=1)
         due = [self._next_look_s] * bool(waiting) + [self._next_batch_s] * (self._after is not None)
+        due += [max(self._next_look_s, self._troubles_checked_s + TROUBLES_CHECK_S)] * self._has_troubles
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _note_view(self, view: ClusterView) -> None:
@@ -293,6 +299,7 @@ class Salvage:
         what = f"the file shows its former content: the newer one is lost with node {node}, unless that returns with it"
         remedy = "start that node again without wiping its RAM, or go on with the former content"
         summary.set_trouble(self._db, _get_trouble_name(lost.inode), {"what": what, "path": name, "remedy": remedy})
+        self._has_troubles = True
 
     def _name(self, lost: LostFile) -> str:
         name = os.fsdecode(namespace.get_path(self._db, lost.inode))
@@ -313,13 +320,24 @@ class Salvage:
                     salvage_records.delete_salvage_record(self._db, inode)
                 else:
                     read.record_values(self._db, [(SharedKey(INODE, inode), file.value, file.item.mod_revision)])
-                summary.set_trouble(self._db, _get_trouble_name(inode), None)
+                self._troubles_checked_s = 0.0
             for record in file.missed if file is not None and file.active_salvage == salvaged else ():
                 for node in self._cluster.list_live([record["node"]]):
                     is_waiting = time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
                     with contextlib.suppress(PeerFailed):
                         self._cluster.peers.release_copies(node, [record["content"]])
         return is_waiting
+
+    def _end_troubles(self) -> bool:
+        """End the troubles of files that show no former state any more, whoever changed that. Return True if any is left."""
+        found = [int(where.rpartition(":")[2], 16) for where, _, _ in summary.list_troubles(self._db, f"{FORMER_TROUBLE}:")]
+        files: dict[int, SharedFile] = {}
+        for first in range(0, len(found), BATCH_CONTENTS):
+            files |= locations.load_files(self._cluster.store, found[first : first + BATCH_CONTENTS])
+        shown = [one for one in found if one in files and (not files[one].is_readable or merge.is_showing_previous(files[one].value))]
+        for inode in set(found).difference(shown):
+            summary.set_trouble(self._db, _get_trouble_name(inode), None)
+        return bool(shown)
 
 
 def _is_candidate(held_copy: HeldCopy, shared: ContentLocations, file: SharedFile | None) -> bool:

@@ -115,6 +115,30 @@ def test_the_writer_returns_with_the_newer_content(tmp_path: Path, how: str) -> 
     assert content in two.files(Tier.RAM), "it is the former content again"
 
 
+@pytest.mark.parametrize("end", ["read", "written", "removed"])
+def test_the_trouble_of_a_former_content_ends_with_it(tmp_path: Path, end: str) -> None:
+    """P3: also if the mount hears of it before the mover: the writer has returned, the file was written again, or it is gone."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    newer = overwrite(one, content, "truncated")
+    inode = one.inode(newer)
+    one.kill()
+    decide(two, two)
+    assert len(summary.list_troubles(two.db, "former:")) == 1
+    one.revive()
+    if end == "read":
+        look_up(one, inode)
+        publish(one)
+        look_up(two, inode)
+    elif end == "written":
+        two.write(inode, b"third")
+        two.seal()
+        publish(two)
+    else:
+        cluster.store.commit([], [Delete(b"i/%016x" % inode)])
+    decide(two)
+    assert not summary.list_troubles(two.db, "former:")
+
+
 def test_the_writer_returns_after_the_file_was_written_again(tmp_path: Path) -> None:
     cluster, content, one, two = make_replicated(tmp_path, 2)
     newer = overwrite(one, content, "truncated")
