@@ -329,7 +329,7 @@ class Salvage:
         return is_waiting
 
     def _end_troubles(self) -> bool:
-        """End the troubles of files that show no former state any more, whoever changed that. Return True if any is left."""
+        """End the troubles of files that show no former state any more. Return True if any is left."""
         found = [int(where.rpartition(":")[2], 16) for where, _, _ in summary.list_troubles(self._db, f"{FORMER_TROUBLE}:")]
         files: dict[int, SharedFile] = {}
         for first in range(0, len(found), BATCH_CONTENTS):
