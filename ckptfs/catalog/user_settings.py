@@ -105,8 +105,12 @@ def _set_rollback(db: Database, inode: int, value: bytes | None) -> None:
     if value is None:
         history.set_rollback(db, inode, None)
         return
-    _require(any(b"%d" % one.number == value for one in history_names.list_set_names(db, inode)))
-    history.set_rollback(db, inode, history.Rollback(int(value), time.time_ns()))
+    names = history_names.list_set_names(db, inode)
+    _require(any(b"%d" % one.number == value for one in names))
+    # The clock of the node that made the last set may be ahead of this one.
+    last = history.get_set(db, max(names, key=lambda one: one.number).directory)
+    at_ns = max(time.time_ns(), 0 if last is None else last.record.completed_ns)
+    history.set_rollback(db, inode, history.Rollback(int(value), at_ns))
 
 
 def _set_commit(db: Database, inode: int, value: bytes | None) -> None:

@@ -5,11 +5,13 @@ import itertools
 import json
 import os
 import random
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
 import trio
+from ckptfs_daemon import newest_sets
 from ckptfs_daemon.mount.sets.set_maker import SetMaker
 from ckptfs_daemon.mount.sets.set_refresh import SetRefresh
 from ckptfs_daemon.mount.sets.set_review import SetReview
@@ -17,7 +19,7 @@ from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
 from simulated_mount import NODES, SimulatedMount, list_history, simulate
 
 from ckptfs import limits
-from ckptfs.catalog import contents, history, identity, namespace, pfs_hold, set_members
+from ckptfs.catalog import contents, history, identity, inodes, namespace, pfs_hold, set_members, user_settings
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.coherence import keys
 from ckptfs.config.schema import RetentionRule
@@ -63,6 +65,36 @@ def test_one_set_of_three_nodes(seed: int) -> None:
             assert sorted(await list_history(node)) == ["step_*/step_2@2"]
 
     simulate(act, seed)
+
+
+@pytest.mark.parametrize("ahead_h", [2, -2])
+def test_a_set_after_a_rollback_is_the_newest_whatever_the_clocks_say(monkeypatch: pytest.MonkeyPatch, ahead_h: int) -> None:
+    """D2: the clock of the node on which a user rolls back is wrong by hours."""
+
+    def list_newest(node: SimulatedNode) -> list[bytes]:
+        (series,) = history.list_series(node.db)
+        return [one.member for one in newest_sets.list_newest_first(node.db, series)]
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        for step in (1, 2):
+            await save(cluster, step, dice)
+            await trio.sleep(SETTLE_S)
+        node = cluster.living[0]
+        await list_history(node)
+        (series,) = history.list_series(node.db)
+        wrong_ns = time.time_ns() + ahead_h * 3600 * 10**9
+        with node.db.transaction(), monkeypatch.context() as patch:
+            patch.setattr(time, "time_ns", lambda: wrong_ns)
+            user_settings.set_setting(node.db, inodes.get(node.db, series.directory), b"rollback", b"1", 0)
+        assert list_newest(node) == [b"step_1", b"step_2"]
+        await node.sharing.wait_published()
+        await save(cluster, 3, dice)
+        await trio.sleep(SETTLE_S)
+        for each in cluster.living:
+            await list_history(each)
+            assert list_newest(each) == [b"step_3", b"step_1", b"step_2"]
+
+    simulate(act, 1)
 
 
 def test_a_rule_keeps_the_set_of_the_later_epoch() -> None:

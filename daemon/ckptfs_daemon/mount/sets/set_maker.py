@@ -173,8 +173,11 @@ class SetMaker:
         number = history.get_next_number(db, series)
         producers = tuple(Producer(**json.loads(text)) for text in _list_producers(tree))
         size = sum(file.size for file in tree.files.values())
+        known = history.get_series(db, series)
+        # A set of a later number was completed after the rollback, although the clock of that node may be ahead of this one.
+        completed_ns = max(time.time_ns(), known.rollback.at_ns + 1 if known is not None and known.rollback is not None else 0)
         record = SetRecord(
-            number, member.name, member.numbers, len(tree.files), size, time.time_ns(), producers, is_group=found.source is None
+            number, member.name, member.numbers, len(tree.files), size, completed_ns, producers, is_group=found.source is None
         )
 
         def act(db: Database, _: bool) -> CheckpointSet:
