@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from daemon_under_test import environment
+from shared_catalogs import run_seeded
 from write_back_world import Mount, intercepted
+from writers_together import WriterCluster
 
 from ckptfs.catalog import inodes
 from ckptfs.tiers import pfs_ownership
@@ -80,6 +82,55 @@ def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
     mount.exact()
     assert squash.refused > 10 and (mount.pfs / "run" / "c").stat().st_uid == USER
     assert pfs_ownership.is_root()
+
+
+@pytest.fixture
+def closed_to_root(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Root cannot search what a user has closed, as on a PFS that squashes it: the refused calls."""
+    refused: list[str] = []
+
+    def guard(name: str) -> None:
+        call = getattr(os, name)
+
+        def guarded(*values: Any, **named: Any) -> Any:
+            for fd in (named.get(key) for key in ("dir_fd", "src_dir_fd", "dst_dir_fd")):
+                found = None if fd is None else os.fstat(fd)
+                if found is not None and found.st_uid == USER and not found.st_mode & 0o077 and uid_for_files() == 0:
+                    refused.append(name)
+                    raise PermissionError(13, "root is nobody here")
+            return call(*values, **named)
+
+        monkeypatch.setattr(os, name, guarded)
+
+    for name in ("link", "mkdir", "mknod", "open", "readlink", "rename", "rmdir", "stat", "symlink", "unlink"):
+        guard(name)
+    return refused
+
+
+@pytest.mark.others
+def test_links_and_renames_in_a_directory_that_root_may_not_search(tmp_path: Path, closed_to_root: list[str]) -> None:
+    """P6: a cluster gives a file its new name by a link."""
+
+    cluster = WriterCluster(tmp_path, 2, 0)
+
+    async def act() -> None:
+        one, two = cluster.nodes
+        os.chown(cluster.pfs, USER, USER)
+        await one.mkdir("run")
+        for name in ("run/a", "run/b.tmp"):
+            await one.put(name, name.encode())
+        for name in ("run", "run/a", "run/b.tmp"):
+            await one.set(name, uid=USER, gid=USER, mode=0o700)
+        await cluster.settle()
+        assert (cluster.pfs / "run").stat().st_uid == USER
+        closed_to_root.clear()
+        await two.rename("run/b.tmp", "run/b")
+        await one.link("run/a", "run/c")
+        await cluster.settle()
+        assert sorted(os.listdir(cluster.pfs / "run")) == ["a", "b", "c"] and closed_to_root
+
+    run_seeded(0, lambda: cluster.run(act))
+    cluster.exact()
 
 
 @pytest.mark.parametrize("refused", ["setfsuid", "setfsgid"])

@@ -21,6 +21,7 @@ import os
 import stat
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckptfs import disk, limits
@@ -28,8 +29,8 @@ from ckptfs.catalog import inodes, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
-from ckptfs.errors import Busy
-from ckptfs.flow.write_back.stage import drop_taken
+from ckptfs.errors import Busy, posix_error
+from ckptfs.flow.write_back.stage import drop_taken, remove_temporary
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
 from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
@@ -233,14 +234,13 @@ class Applier:
         else:
             self._change("write_back:move", old_fd, name, rename_to_free_name, old_fd, name, new_fd, new.name)
         if self._is_late(new_fd, new.name, source):
-            disk.act("write_back:late", rename_to_free_name, new_fd, new.name, old_fd, name)
+            run_as_owner(new_fd, new.name, lambda: disk.act("write_back:late", rename_to_free_name, new_fd, new.name, old_fd, name))
 
     def _link_aside(self, action: PfsAction) -> OSError | None:
         """Link a file under its temporary name beside its new name. Return the error if the PFS cannot."""
         source, target = self._fd(action.location), self._fd(action.target)
         name, temporary = action.location.name, action.temporary
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary, dir_fd=target)
+        remove_temporary(self._tree, action.target, temporary)
         how: dict[str, Any] = {"src_dir_fd": source, "dst_dir_fd": target, "follow_symlinks": False}
         try:
             self._change("write_back:link", source, name, os.link, name, temporary, **how)
@@ -301,15 +301,16 @@ class Applier:
     def _move_across(self, action: PfsAction, source: os.stat_result) -> None:
         """Move a file to another filesystem or quota project: copy, rename, remove the source."""
         new, directory = action.target, self._fd(action.target)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(action.temporary, dir_fd=directory)
+        remove_temporary(self._tree, new, action.temporary)
         try:
             self._change("write_back:copy", self._fd(action.location), action.location.name, self._copy_entry, action, source)
-            copied = disk.bound_status(os.stat(action.temporary, dir_fd=directory, follow_symlinks=False))
+            copied = find_stat(directory, action.temporary)
+            if copied is None:
+                raise posix_error(errno.ENOENT)
             self._rename("write_back:move", new, action.temporary, new)
         except BaseException:
             with contextlib.suppress(OSError):
-                os.unlink(action.temporary, dir_fd=directory)
+                remove_temporary(self._tree, new, action.temporary)
             raise
         self._copied_inodes[source.st_ino] = copied.st_ino
         sync_directory(directory)
@@ -318,7 +319,7 @@ class Applier:
         except OSError:
             if not self.is_half_done:  # The old name is still there, and the file must not appear twice.
                 with contextlib.suppress(OSError):
-                    os.unlink(new.name, dir_fd=directory)
+                    remove_temporary(self._tree, new, new.name)
             raise
 
     def _copy_entry(self, action: PfsAction, source: os.stat_result) -> None:
@@ -343,7 +344,7 @@ class Applier:
                 name, new = action.location.name, action.target.name
                 self._change("write_back:swap", directory, name, exchange, directory, name, new_directory, new)
                 if self._is_late(new_directory, new, one):
-                    disk.act("write_back:late", exchange, directory, name, new_directory, new)
+                    run_as_owner(directory, name, lambda: disk.act("write_back:late", exchange, directory, name, new_directory, new))
             except OSError as failure:
                 if failure.errno not in _NO_EXCHANGE:
                     raise
@@ -356,7 +357,8 @@ class Applier:
         one, directory = self._stat(action.location), self._fd(parked)
         self._rename("write_back:move", action.location, action.location.name, parked)
         if self._is_late(directory, parked.name, one):
-            disk.act("write_back:late", rename_to_free_name, directory, parked.name, directory, action.location.name)
+            back = partial(disk.act, "write_back:late", rename_to_free_name, directory, parked.name, directory, action.location.name)
+            run_as_owner(directory, parked.name, back)
         try:
             self._finish_exchange(action, other)
         except OSError:

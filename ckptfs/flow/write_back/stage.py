@@ -471,7 +471,9 @@ def remove_temporary(tree: PfsTree, location: PfsLocation, name: bytes) -> None:
     """Remove the temporary file or directory `name` in the directory of a location, if it exists."""
     with contextlib.suppress(FileNotFoundError):
         directory = tree.get_directory(location.path)
-        found = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        found = find_stat(directory, name)
+        if found is None:
+            return
         call = os.rmdir if stat.S_ISDIR(found.st_mode) else os.unlink
         run_as_owner(directory, name, lambda: disk.act("write_back:discard", call, name, dir_fd=directory))
 
