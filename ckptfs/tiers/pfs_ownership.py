@@ -164,35 +164,40 @@ def apply_attributes(
     """Apply the attributes of `wanted` to `name`. `is_new`: the file was just created and has no xattrs."""
     with disk.closing(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as fd:
         found = os.fstat(fd)
-        is_symlink = stat.S_ISLNK(found.st_mode)
+        is_symlink, owner = stat.S_ISLNK(found.st_mode), (found.st_uid, found.st_gid)
         path = b"/proc/self/fd/%d" % fd
         # What the path of a symlink's descriptor leads to is its target.
         at, how = (name, {"dir_fd": directory, "follow_symlinks": False}) if is_symlink else (path, {})
         if (found.st_uid, found.st_gid) != (wanted.uid, wanted.gid):
-            _tolerate("owners", _NOT_ALLOWED, directory, lambda: disk.act("pfs:chown", os.chown, at, wanted.uid, wanted.gid, **how))
+            _tolerate("owners", _NOT_ALLOWED, directory, owner, lambda: disk.act("pfs:chown", os.chown, at, wanted.uid, wanted.gid, **how))
         if not is_symlink:
             # A change of owner and ACLs may change the mode as well, so it is always set.
-            _tolerate("modes", _NOT_ALLOWED, directory, lambda: disk.act("pfs:chmod", os.chmod, path, stat.S_IMODE(wanted.mode)))
+            _tolerate("modes", _NOT_ALLOWED, directory, owner, lambda: disk.act("pfs:chmod", os.chmod, path, stat.S_IMODE(wanted.mode)))
         if xattrs or stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
-            _tolerate("extended attributes", _NO_XATTR, directory, lambda: _set_xattrs(directory, path, xattrs, is_new=is_new))
+            _tolerate(
+                "extended attributes", _NO_XATTR, directory, owner, lambda: _set_xattrs(directory, path, owner, xattrs, is_new=is_new)
+            )
         if with_times:
             when = (wanted.atime_ns, wanted.mtime_ns)
-            _tolerate("times", _NOT_ALLOWED, directory, lambda: disk.act("pfs:utime", os.utime, at, ns=when, **how))
+            _tolerate("times", _NOT_ALLOWED, directory, owner, lambda: disk.act("pfs:utime", os.utime, at, ns=when, **how))
 
 
-def _set_xattrs(directory: int, path: bytes, wanted: Mapping[bytes, bytes], *, is_new: bool) -> None:
+def _set_xattrs(directory: int, path: bytes, owner: Owner, wanted: Mapping[bytes, bytes], *, is_new: bool) -> None:
     if not is_new:
         for name in map(os.fsencode, os.listxattr(path)):
             if name.startswith(b"user.") and not name.startswith(_OWN_PREFIX) and name not in wanted:
                 disk.act("pfs:xattr", os.removexattr, path, name)
     for name, value in wanted.items():
-        _tolerate("extended attributes", _NO_XATTR, directory, partial(disk.act, "pfs:xattr", os.setxattr, path, name, value))
+        _tolerate("extended attributes", _NO_XATTR, directory, owner, partial(disk.act, "pfs:xattr", os.setxattr, path, name, value))
 
 
-def _tolerate(what: str, codes: set[int], directory: int, call: Callable[[], None]) -> None:
-    """Run `call` for a file of a directory. Log the first refusal of `codes`; raise others."""
+def _tolerate(what: str, codes: set[int], directory: int, owner: Owner, call: Callable[[], None]) -> None:
+    """Run `call` for a file of this owner in a directory, as that one if root is refused.
+
+    Log the first refusal of `codes`; raise others.
+    """
     try:
-        call()
+        retry_as_owner(call, lambda: [owner])
     except OSError as refusal:
         if refusal.errno not in codes:
             raise

@@ -34,7 +34,8 @@ class Squash:
     def __call__(self, label: str) -> None:
         changing = label.startswith(("write_back:", "pfs:")) and not label.endswith((":begun", ":written_down", ":finish", ":look"))
         reading = label in {"write_back:source", "write_back:read", "write_back:write", "write_back:truncate", "write_back:syncfs",
-                            "write_back:fsync", "write_back:directory", "pfs:walk", "write_back:times"}  # fmt: skip
+                            "write_back:fsync", "write_back:directory", "write_back:attributes", "write_back:times", "pfs:walk",
+                            }  # fmt: skip
         if changing and not reading and uid_for_files() == 0:
             self.refused += 1
             raise PermissionError(13, "root is nobody here")
@@ -79,7 +80,14 @@ def test_write_back_acts_as_the_owner(tmp_path: Path) -> None:
         mount.unlink(b"run/logs/b")
         mount.rmdir(b"run/logs")
         mount.settle()
+        mount.exact()
+        mount.chmod(b"run/c", 0o600)
+        mount.chmod(b"run", 0o711)
+        mount.setxattr(b"run/c", b"user.kept", b"1")
+        mount.utime(b"run/c", 5 * 10**9)
+        mount.settle()
     mount.exact()
+    assert os.getxattr(mount.pfs / "run" / "c", "user.kept") == b"1"
     assert squash.refused > 10 and (mount.pfs / "run" / "c").stat().st_uid == USER
     assert pfs_ownership.is_root()
 
