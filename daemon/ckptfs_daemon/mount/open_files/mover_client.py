@@ -10,7 +10,6 @@ Crash safety: the kernel's request is taken up again; its handler asks again and
 
 import errno
 import os
-import time
 
 import trio
 
@@ -55,21 +54,26 @@ class MoverClient:
         Raises OSError with the mover's errno, EINTR if the caller is killed, or TimedOut after `timeout_s` without progress.
         """
         request_id = mover_requests.insert_request(self._db, kind, inode, argument, wait_s=timeout_s)
-        started_ns = time.time_ns()
+        waited_s, progress_ns = 0.0, 0
         while True:
             self.wake_mover(kind)
-            row = mover_requests.get(self._db, request_id)
+            is_open, row = mover_requests.is_open(self._db, request_id), mover_requests.get(self._db, request_id)
             if row is not None and row.state == mover_requests.DONE:
                 return row.result
             if accepts_begun and row is not None and row.state == mover_requests.OPEN and row.result == mover_requests.READABLE:
                 return mover_requests.READABLE
             if row is not None and row.state == mover_requests.FAILED:
                 raise OSError(row.error or errno.EIO, os.strerror(row.error or errno.EIO))
-            left_s = timeout_s - (time.time_ns() - max(started_ns, row.progress_ns if row else 0)) / 1e9
+            if row is not None and row.progress_ns != progress_ns:
+                waited_s, progress_ns = 0.0, row.progress_ns
+            left_s = timeout_s - waited_s
             if left_s <= 0:
                 what = f"the mover did not answer '{kind}' for inode {inode} within {timeout_s:g} s"
                 raise TimedOut(what, remedy="see `ckptfs status`: the PFS may hang")
-            if row is None:
+            if not is_open:
                 request_id = mover_requests.insert_request(self._db, kind, inode, argument, wait_s=left_s)
                 continue
-            await self.wait_reply(min(left_s, limits.REQUEST_POLL_S))
+            # Neither a jump of the clock nor a node that stands still counts as waiting.
+            pause_s, begun_s = min(left_s, limits.REQUEST_POLL_S), trio.current_time()
+            await self.wait_reply(pause_s)
+            waited_s += min(pause_s, trio.current_time() - begun_s)
