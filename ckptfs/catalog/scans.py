@@ -163,13 +163,18 @@ def is_directory(db: Database, inode: int | None) -> bool:
 
 
 def find_due_directory(db: Database, before_ns: int) -> int | None:
-    """Return the imported PFS directory that was scanned, and made, longest before `before_ns`."""
-    directory: int | None = db.value(
-        "SELECT id FROM inode WHERE mode & 61440 = 16384 AND scanned_ns < ? AND birth_ns < ? AND imported = 1 AND nlink > 0"
-        " AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY scanned_ns LIMIT 1",
-        before_ns, before_ns,
-    )  # fmt: skip
-    return directory
+    """Return the imported PFS directory that was scanned, and made, longest before `before_ns`.
+
+    What happened in the future, by a clock that was ahead, is long ago.
+    """
+    due: int | None = None
+    for condition in ("scanned_ns < ?1", "scanned_ns > ?2"):  # Two queries, which the index answers.
+        due = due or db.value(
+            f"SELECT id FROM inode WHERE mode & 61440 = 16384 AND {condition} AND birth_ns NOT BETWEEN ?1 AND ?2 AND imported = 1"
+            " AND nlink > 0 AND (id = 1 OR EXISTS (SELECT 1 FROM pfs_entry p WHERE p.inode = inode.id)) ORDER BY scanned_ns LIMIT 1",
+            before_ns, max(before_ns, time.time_ns()),
+        )  # fmt: skip
+    return due
 
 
 def record_postponed(db: Database, directory: int) -> None:

@@ -288,6 +288,9 @@ def test_directories_of_ours_are_compared_once_they_are_on_the_pfs(world: World)
     world.db.run("INSERT INTO pfs_entry (parent, name, inode) VALUES (1, ?, ?)", b"mine", mine)
     assert scans.find_due_directory(world.db, time.time_ns()) == mine
     assert scans.find_due_directory(world.db, time.time_ns() - 10**12) is None, "just made: not its turn yet"
+    world.db.change("UPDATE inode SET scanned_ns = ? WHERE id = ?", time.time_ns() + 10**13, mine)
+    world.db.change("UPDATE inode SET birth_ns = 0")
+    assert scans.find_due_directory(world.db, time.time_ns() - 10**12) == mine, "the clock was ahead"
 
 
 @pytest.mark.crash
