@@ -143,14 +143,14 @@ class ConflictResolver:
         if theirs is not None and ours is not None:
             writing = key.kind == INODE and handles.has_writer(self._db, key.number)
             merged = merge.merge_values(key.kind, base, ours, theirs, is_writing=writing)
-            if "names" in merged:
+            if key.kind == INODE and "names" in merged:  # The names on the PFS are another matter.
                 merged["names"] = keys.list_shared_names(self._db, key.number, theirs)
+                if not merged["names"]:
+                    # Two nodes removed one name each, and these were the last two.
+                    self._result.unlinked_inodes.append(key.number)
             keys.write_value(self._db, key, merged)
             if key.kind == INODE:
                 self._take_back_content(key.number, merged.get("content"))
-            if merged.get("names") == []:
-                # Two nodes removed one name each, and these were the last two.
-                self._result.unlinked_inodes.append(key.number)
         elif theirs is not None and key.kind == INODE:
             self._keep_if_named(key, base, theirs)
         elif theirs is not None and not self._is_deleted_here(key, theirs):

@@ -139,3 +139,27 @@ async def test_an_error_at_any_operation_leaves_whole_files(cluster: WriterClust
     await passes()
     assert kept(cluster, one) == {}
     assert disk._calls[label] or label == "island:truncate"
+
+
+@in_cluster
+@pytest.mark.parametrize("is_first_on_pfs", [True, False])
+async def test_both_versions_of_a_file_come_to_the_pfs(cluster: WriterCluster, is_first_on_pfs: bool) -> None:
+    """P5, P6: the version that loses its name gets a conflict name, also if the PFS shows it under the lost one."""
+    one, two = cluster.nodes
+    await two.mkdir("d")
+    await two.put("d/f", b"base")
+    await cluster.settle()
+    await one.stat("d/f")
+    two.cut(True)
+    with two.db.transaction() as db:
+        db.run("UPDATE pfs_file SET checked_ns = 1")  # The island has read it back, which changes what it says of the PFS.
+    for number in range(3):
+        await two.put("d/f", b"island%d" % number)
+    await one.put("d/f", b"other")
+    if is_first_on_pfs:
+        await cluster.write_back_all(one)
+        assert (cluster.pfs / "d" / "f").read_bytes() == b"other"
+    two.cut(False)
+    await cluster.settle()
+    cluster.exact()
+    assert sorted(path.read_bytes() for path in (cluster.pfs / "d").iterdir()) == [b"island2", b"other"]
