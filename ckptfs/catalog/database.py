@@ -58,7 +58,7 @@ class _ThreadConnection:
         self._lock_fd = -1
 
     def acquire(self, path: Path) -> None:
-        """Wait for the lock of those that change the catalog `path`, but no longer than SQLite would.
+        """Wait for the lock that each change of the catalog `path` takes, at most as long as SQLite waits.
 
         SQLite's own wait sleeps for up to 100 ms at a time, while most changes take less than 4 ms.
         """

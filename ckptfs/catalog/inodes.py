@@ -55,7 +55,7 @@ def is_history(db: Database, inode: int) -> bool:
 def list_in_history(db: Database, inodes: Iterable[int]) -> list[int]:
     """Return those of the inodes that are directories of the history or files that have a name there."""
     query = "SELECT id FROM inode WHERE id IN (SELECT value FROM json_each(?)) AND history > 0"
-    return [row[0] for row in db.rows(query, json.dumps([*inodes]))]
+    return db.column(query, json.dumps([*inodes]))
 
 
 INTERNAL_XATTR_PREFIX = b"ckptfs."
@@ -169,5 +169,5 @@ def get_path(db: Database, inode: int) -> bytes:
 
 
 def get_shown_path(db: Database, inode: int) -> str:
-    """Return `get_path` as text, for messages. Bytes that are no UTF-8 are shown as \\xff."""
+    """Return `get_path` as text, for messages. Bytes that are not UTF-8 look like \\xff."""
     return get_path(db, inode).decode(errors="backslashreplace")

@@ -221,7 +221,7 @@ def set_producers(db: Database, producers: Mapping[int, str]) -> None:
 
 
 def list_committed(db: Database, members: Iterable[int]) -> list[int]:
-    """Return those of these inodes of which a user said that the member is complete."""
+    """Return the inodes that a user marked as complete members."""
     return db.column(
         "SELECT x.inode FROM json_each(?) j JOIN xattr x ON x.inode = j.value AND x.name = ?", json.dumps([*members]), COMMIT_XATTR
     )

@@ -406,7 +406,7 @@ def record_pfs_speed(db: Database, size_bytes: int, seconds: float) -> None:
 def set_report(db: Database, key: str, value: Mapping[str, Any] | None) -> None:
     """Set the report under `key`. It keeps its time until an error comes or goes. None deletes it.
 
-    Text may have names whose bytes are no UTF-8. They are shown as \\xff.
+    Bytes of names that are not UTF-8 look like \\xff in it.
     """
     with db.transaction():
         if value is None:

@@ -19,7 +19,7 @@ from typing import Any
 import grpc
 
 from ckptfs import limits
-from ckptfs.catalog import handles, history_names, namespace, pfs_hold, summary
+from ckptfs.catalog import handles, history_names, inodes, namespace, pfs_hold, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.summary import ListedFile
 from ckptfs.config.schema import list_effective
@@ -118,7 +118,7 @@ class LevelCheck:
             return self._wanted is not Level.PFS or not summary.has_pending(self._db, inode, self._end)
         content = found.record.content
         if content is not None and content.state is ContentState.LOST and not is_on_pfs(found.record):
-            path = namespace.get_path(self._db, inode).decode(errors="backslashreplace")
+            path = inodes.get_shown_path(self._db, inode)
             raise ContentLost(f"{path} is lost: no copy of its content is left", remedy="write it again, or delete it")
         self._bytes[inode] = found.size
         if content is not None and content.state in {ContentState.OPEN, ContentState.CLOSED}:
@@ -135,7 +135,7 @@ class LevelCheck:
         if self._held is None:
             return pfs_hold.is_held(self._db, inode)
         if pfs_hold.is_left_out(self._db, self._held):
-            path = namespace.get_path(self._db, self._held).decode(errors="backslashreplace")
+            path = inodes.get_shown_path(self._db, self._held)
             remedy = "`ckptfs pin` its set, which then goes there; or wait for another level"
             raise InvalidArgument(f"{path} does not go to the PFS: a retention rule sends only some sets there", remedy=remedy)
         return False

@@ -256,14 +256,14 @@ class SetTracker:
 
         Candidates in paused directories are left out.
         """
-        db = self._context.db
+        db, candidates = self._context.db, [inode for inode, _ in rows]
         now_s = trio.current_time()
         self._directory_pauses = {directory: until_s for directory, until_s in self._directory_pauses.items() if until_s > now_s}
-        await self._refresh.refresh_above([inode for inode, _ in rows], self._directory_pauses)
-        self._releases.release_moved(inode for inode, _ in rows)
-        kept = {inode for inode in inodes.list_in_history(db, (inode for inode, _ in rows)) if await self._note_sets_of(inode)}
+        await self._refresh.refresh_above(candidates, self._directory_pauses)
+        self._releases.release_moved(candidates)
+        kept = {inode for inode in inodes.list_in_history(db, candidates) if await self._note_sets_of(inode)}
         search = MemberSearch(db, frozenset(self._directory_pauses))
-        by_inode = await trio.to_thread.run_sync(search.find, [inode for inode, _ in rows])
+        by_inode = await trio.to_thread.run_sync(search.find, candidates)
         found = {row: by_inode[row[0]] for row in rows}
         self._directory_pauses |= {directory: trio.current_time() + seconds for directory, seconds in search.pauses_s.items()}
         self._candidate_due_s |= {row: max(self._directory_pauses.values()) for row, members in found.items() if members is None}
