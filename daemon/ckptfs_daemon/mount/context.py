@@ -9,7 +9,7 @@ Crash safety: before the commit nothing happened; after it the reply is in the c
 import contextlib
 import errno
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -98,8 +98,8 @@ class MountContext:
     def get_inode(self, inode: int) -> Inode:
         return inodes.get(self.db, inode)
 
-    def expect_times(self, *inodes: Inode | None) -> None:
-        """Note that the kernel sends the times of those inodes that are files, if it keeps them."""
+    def expect_times(self, inodes: Iterable[Inode | None]) -> None:
+        """Note that the kernel sends the times of those inodes that are files. Reads `inodes` only if it keeps times."""
         for inode in inodes if self.open_files.kernel_owns_times else ():
             if inode is not None and inode.is_file:
                 self.unsent_times.add(inode.id)

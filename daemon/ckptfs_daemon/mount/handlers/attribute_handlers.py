@@ -227,4 +227,4 @@ class AttributeHandlers:
             return row
 
         changed = await self._context.shared_namespace.commit_shared(lambda: self._changes.run_change(act), inodes=[inode])
-        self._context.expect_times(changed)
+        self._context.expect_times([changed])

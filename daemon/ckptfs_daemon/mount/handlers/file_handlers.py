@@ -32,7 +32,7 @@ from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import SCANS_PER_REQUEST_MAX, ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES, OpenFile, open_pfs_file
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
-from ckptfs_daemon.mount.open_files.tier_calls import open_on_pfs, run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, open_on_pfs, run_in_thread, run_on_pfs
 from ckptfs_daemon.mount.opening.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
@@ -183,7 +183,9 @@ class FileHandlers:
                 if failure.errno not in health.FULL_ERRNOS or file.backing_id:
                     raise
             finally:
-                if must_close:
+                if must_close and file.tier is Tier.RAM:
+                    close_logged(fd, file.tier)  # `file` has another descriptor, so no page is freed.
+                elif must_close:
                     self._context.open_files.slow_calls.close(fd, file.tier)
             if not await self._move_to_other_tier(file) and not await space_wait.wait(_get_size(file) + limits.MOVE_ROOM_BYTES_MIN):
                 raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
@@ -404,8 +406,8 @@ class FileHandlers:
         file = files.by_handle[opened.handle]
         try:
             if not truncates:
-                # Freeing 100 GiB of RAM takes 16 s, during which other requests must be served.
-                await self.with_room(file, act, long=True)
+                # Freeing 100 GiB of RAM takes 16 s, during which other requests must be served. So does making pages ahead of a writer.
+                await self.with_room(file, act, long=bool(file.prepared_bytes) or _get_size(file) - size >= limits.FREE_BYTES_MIN)
         finally:
             files.release(opened.handle)
             files.commit_releases()

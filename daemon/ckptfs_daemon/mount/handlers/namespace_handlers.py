@@ -11,6 +11,7 @@ Crash safety: see `context`. The next mount process finds orphans by nlink 0, an
 """
 
 import errno
+import itertools
 import logging
 import stat
 import time
@@ -166,7 +167,7 @@ class NamespaceHandlers:
 
         shared_namespace = self._context.shared_namespace
         changed = await shared_namespace.commit_shared(lambda: self._changes.run_change(act, creates=creates), names, inodes, is_own=is_own)
-        self._context.expect_times(replaced, *(namespace.find_child(self._context.db, *place) for place in names))
+        self._context.expect_times(itertools.chain([replaced], (namespace.find_child(self._context.db, *place) for place in names)))
         self._tracker.wake()
         return changed
 
