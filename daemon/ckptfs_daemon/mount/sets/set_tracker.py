@@ -438,13 +438,14 @@ class MemberSearch:
         if directory not in self._directories:
             began_s = time.monotonic()
             names = set_members.list_possible_members(self._db, directory)
-            members: dict[bytes, list[tuple[Series, Member, bool]]] = defaultdict(list)
-            for one in series.list_series(names):
-                for number, member in enumerate(patterns.list_members(one, names)):
-                    for file in member.files:
-                        members[file].append((one, member, number == 0))
             siblings = {name: inode for name, (inode, _) in names.items()}
             directories = {name for name, (_, is_directory) in names.items() if is_directory}
+            members: dict[bytes, list[tuple[Series, Member, bool]]] = defaultdict(list)
+            for one in series.list_series(names):
+                # Of another series, only a directory may count.
+                for number, member in enumerate(patterns.list_members(one, names) if one.is_step_count or directories else ()):
+                    for file in member.files:
+                        members[file].append((one, member, number == 0))
             self._directories[directory] = _DirectoryNames(siblings, directories, members)
             self.pauses_s[directory] += (time.monotonic() - began_s) * limits.SET_SEARCH_PAUSE
         return self._directories[directory]
