@@ -9,7 +9,6 @@ Crash safety: the order ends with its time, and the next mover deletes it. Reque
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -266,4 +265,4 @@ def _take_files(groups: Sequence[tuple[int, ...]], at_most: int) -> list[tuple[i
 
 
 def _text(name: bytes) -> str:
-    return os.fsdecode(name).encode(errors="backslashreplace").decode()
+    return name.decode(errors="backslashreplace")

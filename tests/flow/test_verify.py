@@ -178,5 +178,11 @@ def test_what_another_node_has_deleted_on_the_pfs_is_no_bad_copy(mount: Mount) -
     assert [finding.tier for finding in verifier_of(mount, refresh).verify_file(inode)[0]] == ["ram"]
 
 
+def test_a_name_that_is_no_text_is_shown_as_everywhere(mount: Mount) -> None:
+    content = mount.put(b"\xff.pt", b"data")
+    mount.settle()
+    assert verifier_of(mount, lambda _: None).verify_file(mount.inode(content))[0][0].path == "\\xff.pt"
+
+
 def verifier_of(mount: Mount, refresh: Callable[[int], None]) -> FileVerifier:
     return FileVerifier(ControlContext(mount.config, mount.db, mount.tiers, refresh_pfs_path=refresh))

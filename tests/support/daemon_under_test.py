@@ -156,7 +156,8 @@ class DaemonUnderTest:
     def unmount(self, *, timeout: float = END_S) -> int:
         """umount(8), then wait for the daemon to end; its exit code."""
         assert self.process is not None
-        subprocess.run(["umount", str(self.path)], check=True, timeout=timeout, capture_output=True)
+        ended = subprocess.run(["umount", str(self.path)], check=False, timeout=timeout, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
         return self.process.wait(timeout)
 
     def restart(self, **options: str | Path | None) -> "DaemonUnderTest":

@@ -68,7 +68,7 @@ class FileVerifier:
         """Return (a finding for every copy of the file, bytes read)."""
         record = summary.load_file_record(self._db, inode)
         found = self._verify_in_tiers(record) + self._verify_on_pfs(inode, record)
-        path = os.fsdecode(namespace.get_path(self._db, inode)).encode(errors="backslashreplace").decode()
+        path = get_shown_path(self._db, inode)
         for finding in found:
             finding.inode, finding.path = inode, path
         size = record.content.size if record.content is not None else 0

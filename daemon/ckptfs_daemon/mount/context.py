@@ -99,7 +99,10 @@ class MountContext:
         return inodes.get(self.db, inode)
 
     def expect_times(self, inodes: Iterable[Inode | None]) -> None:
-        """Note that the kernel sends the times of those inodes that are files. Reads `inodes` only if it keeps times."""
+        """Note that the kernel sends the times of those inodes that are files.
+
+        If it does not keep times, `inodes` is not read.
+        """
         for inode in inodes if self.open_files.kernel_owns_times else ():
             if inode is not None and inode.is_file:
                 self.unsent_times.add(inode.id)
