@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -203,6 +204,35 @@ def test_a_silent_child_is_killed(world: World, monkeypatch: pytest.MonkeyPatch)
     world.script.write_text("mount serve\nmount unmounted\n")
     assert world.run() == 0
     assert len(world.lives("mount")) == 2
+
+
+def test_a_pause_of_the_machine_kills_no_child(world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """P8: the children stood still, too."""
+    monotonic, paused_s = time.monotonic, [0.0]
+
+    class Poll:
+        """Stands still for longer than a child may be silent, once both children serve."""
+
+        def __init__(self) -> None:
+            self.register = (poll := make_poll()).register
+            self._poll = poll
+
+        def poll(self, *timeout_ms: float) -> list[tuple[int, int]]:
+            found = self._poll.poll(*timeout_ms)
+            if not paused_s[0] and all(world.lives(role) for role in ("mount", "mover")):
+                paused_s[0] = 2 * limits.WATCHDOG_S
+            return found
+
+    def act() -> None:
+        world.until(lambda: paused_s[0] and world.lives("mount"))
+        os.kill(world.processes()["mount"]["pid"], signal.SIGKILL)
+
+    make_poll = select.poll
+    monkeypatch.setattr(select, "poll", Poll)
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + paused_s[0])
+    world.script.write_text("mount serve\nmount unmounted\n")
+    assert world.run(act) == 0
+    assert "no heartbeat" not in caplog.text
 
 
 @pytest.mark.parametrize("wait_s", [0.0, 60.0])

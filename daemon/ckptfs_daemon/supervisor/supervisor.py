@@ -193,6 +193,10 @@ class Supervisor:
             if slot.child is not None:
                 poll.register(slot.child.link, select.POLLIN)
         poll.poll(max(0.0, until - now) * 1000 + 1)
+        stood_still_s = max(0.0, time.monotonic() - max(until, now))
+        for slot in self._slots.values():
+            if slot.child is not None:  # What stopped this process, such as a pause of the machine, stopped its children, too.
+                slot.child.last_message_at += stood_still_s
         with contextlib.suppress(BlockingIOError):
             while os.read(self._wake, 64):
                 pass
