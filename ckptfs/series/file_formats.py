@@ -26,6 +26,7 @@ _HEAD_BYTES = 512
 _ZIP_COMMENT_MAX = (1 << 16) - 1
 _XML_COMMENTS = re.compile(rb"(?:\s|<!--[^<>]*-->)+\Z")
 _XML_ROOT = re.compile(rb"(?:\s|<!--.*?-->|<[?!][^>]*>)*<([^\s<>/?!]+)", re.DOTALL)
+_NO_JSON = "is no JSON; its writer did not finish it"
 _ENDS_EARLY = "ends before its {}; its writer did not finish it"
 
 
@@ -85,7 +86,9 @@ def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFor
     if extension == "safetensors" or _has_safetensors_header(head):
         return FileFormat("safetensors", _find_safetensors_flaw(size, head, read))
     if extension == "json":
-        return FileFormat("json", _find_json_flaw(size, head, read))
+        return FileFormat("json", _find_json_flaw(size, read))
+    if extension in _JSON_WITHOUT_EXTENSION and head[:1] == b"{" and read(max(0, size - _HEAD_BYTES), _HEAD_BYTES).rstrip()[-1:] != b"}":
+        return FileFormat("", _NO_JSON)
     if extension == "xml" and head.startswith(b"<"):
         return FileFormat("xml", _find_xml_flaw(size, head, read))
     if read(size - min(size, len(LAMMPS_END)), len(LAMMPS_END)) == LAMMPS_END:
@@ -235,6 +238,8 @@ def _find_hdf5_flaw(size: int, head: bytes, _: ReadRange) -> str:
 
 _LEGACY_TORCH = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first of five pickles of a `torch.save` without zip; the bytes of the tensors follow them."""
+_JOBLIB_ARRAY, _STOP = b"NumpyArrayWrapper", b"."
+"""What stands before the bytes of an array in the middle of a pickle of joblib, and the last byte of any pickle."""
 _STORAGE_BYTES = {
     b"Double": 8, b"Float": 4, b"Half": 2, b"BFloat16": 2, b"Long": 8, b"Int": 4, b"Short": 2, b"Char": 1, b"Byte": 1, b"Bool": 1,
     b"ComplexDouble": 16, b"ComplexFloat": 8, b"Untyped": 1,
@@ -248,7 +253,12 @@ def _find_pickle_flaw(size: int, head: bytes, read: ReadRange) -> str:
     end = 0
     try:
         while end < size:
-            end = pickle_scan.find_end(read, size, end)
+            for step in pickle_scan.scan(read, size, end):
+                end = step.end
+                if isinstance(step.value, bytes) and step.value.endswith(_JOBLIB_ARRAY):
+                    if read(size - 1, 1) == _STOP:
+                        raise TooLong  # The bytes of an array follow. Only what reads them knows where the pickle goes on.
+                    raise DamagedPickle
     except DamagedPickle:
         return _ENDS_EARLY.format("pickle is complete")
     return ""
@@ -288,13 +298,13 @@ def _get_storage_bytes(recent: list[pickle_scan.Value]) -> int | None:
 # --- the rest ---------------------------------------------------------------------------------------------------------
 
 
-def _find_json_flaw(size: int, _: bytes, read: ReadRange) -> str:
+def _find_json_flaw(size: int, read: ReadRange) -> str:
     if size > JSON_BYTES_MAX:
         return ""
     try:
         json.loads(read(0, size))
     except (ValueError, RecursionError):
-        return "is no JSON; its writer did not finish it"
+        return _NO_JSON
     return ""
 
 
@@ -326,6 +336,8 @@ _BY_MAGIC: tuple[tuple[str, bytes, FindFlaw], ...] = (
     ("xz", b"\xfd7zXZ\0", _ends_with(b"YZ", "footer")),
 )
 _BY_EXTENSION = {"tar": "tar", "h5": "HDF5", "hdf5": "HDF5", "npz": "zip", "npy": "numpy", "zip": "zip", "keras": "zip"}
+_JSON_WITHOUT_EXTENSION = {"", "zarray", "zattrs", "zgroup"}
+"""As of Orbax and zarr, if they begin so."""
 _NEVER_EMPTY = {
     *_BY_EXTENSION, "pt", "pth", "ckpt", "bin", "safetensors", "pkl", "pickle", "metadata", "distcp", "cpt", "restart", "json", "index",
 }  # fmt: skip

@@ -121,11 +121,3 @@ def _read_opcode(window: _Window, offset: int) -> tuple[str, Value, int]:
         return name, None, offset + length
     data = window.get(offset, length)
     return name, int.from_bytes(data, "little", signed=True) if name in _NUMBERS else data, offset + length
-
-
-def find_end(read: ReadRange, size: int, start: int = 0, *, opcodes_max: int = OPCODES_MAX) -> int:
-    """Return where the pickle at `start` ends. Raises DamagedPickle, TooLong."""
-    end = start
-    for step in scan(read, size, start, opcodes_max=opcodes_max):
-        end = step.end
-    return end

@@ -10,6 +10,7 @@ with the bytes before is the answer. After a rollback, only sets count that were
 
 import contextlib
 import errno
+import functools
 import heapq
 import itertools
 import json
@@ -43,6 +44,8 @@ MANIFESTS = (b"MANIFEST.json", b"MANIFEST.xxh128")
 REJECTED_MAX = 64
 """How many members one answer of the mount rejects at most; the command asks for the rest."""
 _SERIES_NAMED_MAX = 5
+NODES_MAX = 1000
+"""How many nodes of a tree a search follows."""
 
 
 class Listing(NamedTuple, Generic[Entry]):
@@ -408,6 +411,8 @@ class _Search(Generic[Entry]):
                 formats[path] = FileFormat("", f"cannot be read: {os.strerror(failure.errno or 0)}")
             if formats[path].flaw:
                 break
+        for path, index in indexes.items():
+            indexes[path] = await self._load_nodes(path.rpartition(b"/")[0], index, listed)
         return replace(facts, formats=formats, indexes=indexes)
 
     async def _load_mark(self, member: Member) -> MemberFile | None:
@@ -427,6 +432,17 @@ class _Search(Generic[Entry]):
             if set_kinds.is_index_needed(name):
                 raise
             return SetIndex()
+
+    async def _load_nodes(self, directory: bytes, index: SetIndex, listed: Mapping[bytes, tuple[MemberFile, Entry]]) -> SetIndex:
+        """Return an index with what the nodes of its tree say. The index itself names the files of its nodes."""
+        for _ in range(NODES_MAX):
+            if not index.nodes:
+                break
+            node, index = index.nodes[0], replace(index, nodes=index.nodes[1:])
+            if (found := listed.get(_join(directory, node.path))) is not None:
+                with contextlib.suppress(OSError):  # A large file of other nodes is not fetched for this.
+                    index = await self._reader.examine(found[1], found[0], functools.partial(set_kinds.load_node, index, node))
+        return index
 
     async def _load_older(self, before: Sequence[Member]) -> list[OlderMember]:
         found = []

@@ -9,11 +9,11 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfs.model import Level
-from ckptfs.series import file_formats, pickle_scan
+from ckptfs.series import file_formats, ocdbt, pickle_scan
 from ckptfs.series.file_formats import JSON_BYTES_MAX, LAMMPS, LAMMPS_PART, FileFormat
 from ckptfs.series.file_groups import DMTCP_IMAGE, DMTCP_SCRIPT
 from ckptfs.series.pickle_scan import DamagedPickle, ReadRange, TooLong
@@ -60,6 +60,8 @@ class SetIndex:
     is_commit: bool = False
     """It says that nothing is still to come."""
     world: ZeroWorld | None = None
+    nodes: tuple[ocdbt.TreeNode, ...] = ()
+    """What `load_node` still has to read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,22 @@ def load_index(name: bytes, size: int, read: ReadRange) -> SetIndex:
     load = next(load for pattern, load in _LOADERS if pattern.fullmatch(name))
     try:
         return load(size, read)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError, DamagedPickle):
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError, DamagedPickle):
         return SetIndex(flaw="cannot be read; its writer did not finish it")
     except TooLong:
         return SetIndex(flaw=f"has {size} bytes, more than can be checked")
+
+
+def load_node(index: SetIndex, node: ocdbt.TreeNode, _: int, read: ReadRange) -> SetIndex:
+    """Return an index with what one of its nodes says."""
+    try:
+        found = ocdbt.load_node(node, read)
+    except (ValueError, LookupError):
+        return replace(index, flaw="names a node of its tree that cannot be read")
+    except TooLong:
+        return replace(index, flaw="names a node of its tree that is longer than can be checked")
+    files = {path: max(index.files.get(path, 0), found.files.get(path, 0)) for path in index.files.keys() | found.files.keys()}
+    return replace(index, files=files, nodes=(*index.nodes, *found.nodes))
 
 
 _SHARD = re.compile(rb"__[0-9]+_[0-9]+\.distcp")
@@ -196,6 +210,11 @@ def _load_orbax_metadata(size: int, read: ReadRange) -> SetIndex:
     return SetIndex({name.encode(): 0 for name in items} if isinstance(items, dict) else {}, is_commit=True)
 
 
+def _load_ocdbt_manifest(size: int, read: ReadRange) -> SetIndex:
+    found = ocdbt.load_manifest(size, read)
+    return SetIndex(found.files, nodes=found.nodes)
+
+
 def _load_deepspeed_state(size: int, read: ReadRange) -> SetIndex:
     """Load `mp_rank_00_model_states.pt` of DeepSpeed.
 
@@ -245,6 +264,7 @@ _LOADERS: tuple[tuple[re.Pattern[bytes], Callable[[int, ReadRange], SetIndex]], 
     (re.compile(rb"\.metadata"), _load_dcp_metadata),
     (re.compile(rb".*\.index\.json"), _load_weight_map),
     (re.compile(rb"_CHECKPOINT_METADATA"), _load_orbax_metadata),
+    (re.compile(re.escape(ocdbt.MANIFEST)), _load_ocdbt_manifest),
     (_MODEL_RANK, _load_deepspeed_state),
     (re.compile(rb".+\.index", re.DOTALL), _load_tensorflow_index),
     (_DMTCP_SCRIPT, _load_restart_script),
@@ -284,8 +304,6 @@ def _find_weights_gap(directory: DirectoryFacts) -> str:
 def _find_index_gap(directory: DirectoryFacts, name: bytes) -> str:
     """Return the first file that an index names and that is not there, or is too short."""
     index = directory.indexes.get(name, SetIndex())
-    if index.flaw:
-        return f"{text(name)} {index.flaw}"
     for file, size in sorted(index.files.items()):
         found = directory.files.get(file) or directory.below.get(file)
         if file in directory.directories:
@@ -294,7 +312,7 @@ def _find_index_gap(directory: DirectoryFacts, name: bytes) -> str:
             return f"{text(file)} is missing, which {text(name)} names"
         if found.size < size:
             return f"{text(file)} has {found.size} bytes, but {text(name)} says {size}"
-    return ""
+    return f"{text(name)} {index.flaw}" if index.flaw else ""
 
 
 _OF = re.compile(rb"(.*?)([0-9]+)([-_]of[-_])([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
@@ -439,9 +457,13 @@ def _find_orbax_gap(directory: DirectoryFacts) -> str:
 
 
 def _find_arrays_gap(directory: DirectoryFacts) -> str:
-    """Find the files without which Orbax cannot read the arrays that its processes wrote."""
-    missing = [name for name in (b"_METADATA", b"manifest.ocdbt") if name not in directory.files]
-    return f"{text(missing[0])} is missing" if missing else ""
+    """Find a gap by the manifest of the arrays, which leads to all their bytes.
+
+    Orbax needs `_METADATA` beside what its processes wrote.
+    """
+    wanted = [ocdbt.MANIFEST, *([b"_METADATA"] if any(map(_ORBAX_PROCESS.fullmatch, directory.directories)) else [])]
+    missing = [name for name in sorted({*wanted, *directory.files}) if name not in directory.files or not directory.files[name].size]
+    return f"{text(missing[0])} is missing or empty" if missing else _find_index_gap(directory, ocdbt.MANIFEST)
 
 
 def _find_dmtcp_gap(directory: DirectoryFacts) -> str:
@@ -473,6 +495,7 @@ _ACCELERATE = re.compile(rb"random_states_[0-9]+\.pkl")
 """Without a Trainer, programs use the name and end with this file."""
 _TENSORFLOW_DATA = re.compile(rb".+\.data-[0-9]+-of-[0-9]+", re.DOTALL)
 _DEEPSPEED = re.compile(rb".*(model|optim)_states\.pt", re.DOTALL)
+_ORBAX_PROCESS = re.compile(rb"ocdbt\.process_[0-9]+")
 _NOTHING = re.compile(rb"(?!)")
 
 KINDS = (
@@ -493,7 +516,7 @@ KINDS = (
             re.compile(rb".+\.index", re.DOTALL)),
     SetKind("Orbax", re.compile(rb"_CHECKPOINT_METADATA|commit_success\.txt"), _find_orbax_gap,
             _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True, awaits_all=True),
-    SetKind("arrays of Orbax", re.compile(rb"ocdbt\.process_[0-9]+"), _find_arrays_gap, _NOTHING, _NOTHING),
+    SetKind("arrays of Orbax", re.compile(_ORBAX_PROCESS.pattern + b"|" + re.escape(ocdbt.MANIFEST)), _find_arrays_gap, _NOTHING, _NOTHING),
     SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING, applies=lambda directory: bool(_list_lammps_parts(directory))),
     SetKind("DMTCP", re.compile(DMTCP_IMAGE.pattern + b"|" + _DMTCP_SCRIPT.pattern, re.DOTALL), _find_dmtcp_gap,
             _NOTHING, _DMTCP_SCRIPT, tells_sizes=True, awaits_all=True),

@@ -157,6 +157,30 @@ def test_what_is_not_known(name: str, data: bytes) -> None:
     assert inspect(name, data) == FileFormat() and not inspect(name, data).is_whole
 
 
+JOBLIB = (
+    b"\x80\x04\x95\xd8\0\0\0\0\0\0\0}\x94(\x8c\1w\x94\x8c\x13joblib.numpy_pickle\x94\x8c\x11NumpyArrayWrapper\x94\x93\x94)\x81\x94}\x94(\x8c\x08su"
+    b"bclass\x94\x8c\5numpy\x94\x8c\7ndarray\x94\x93\x94\x8c\5shape\x94K\xc8\x85\x94\x8c\5order\x94\x8c\1C\x94\x8c\5dtype\x94h\x08\x8c\5dtype\x94\x93\x94"
+    b"\x8c\2u1\x94\x89\x88\x87\x94R\x94(K\3\x8c\1|\x94NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\0t\x94b\x8c\nallow_mmap\x94\x88\x8c\x1bnumpy_array_"
+    b"alignment_bytes\x94K\x10ub\x0c" + b"\xff" * 12 + bytes(range(200)) + b"\x95\x08\0\0\0\0\0\0\0\x8c\1n\x94K\7u."
+)
+"""What joblib.dump({"w": numpy.arange(200, dtype="u1"), "n": 7}) writes."""
+
+
+def test_arrays_of_joblib() -> None:
+    """N7: their bytes stand in the middle of the pickle. So it is not known where it goes on, but it ends as any pickle does."""
+    assert len(JOBLIB) == 457 and inspect("model.joblib", JOBLIB) == FileFormat()
+    cut = [length for length in range(1, len(JOBLIB)) if not inspect("model.joblib", JOBLIB[:length]).flaw]
+    assert len(cut) < 5 and not any(inspect("model.joblib", JOBLIB[:length]).is_whole for length in cut)
+
+
+@pytest.mark.parametrize("name", ["_METADATA", "_sharding", "w/.zarray", "process_0"])
+def test_json_without_an_extension(name: str) -> None:
+    """N7: as Orbax and zarr write it."""
+    assert "is no JSON" in inspect(name, b'{"a": [1, 2').flaw
+    for data in (b'{"a": [1, 2]}', b'{"line": 1}\n{"line": 2}\n', b"text"):
+        assert inspect(name, data) == FileFormat()
+
+
 def test_a_swmr_writer_that_was_killed(tmp_path: Path) -> None:
     """N7: HDF5 marks a file that is open for writing."""
     h5py = pytest.importorskip("h5py")
@@ -195,8 +219,8 @@ def test_a_pickle_of_too_many_parts_is_of_no_known_format(monkeypatch: pytest.Mo
     """The scan is bounded; then sizes decide."""
     data = pickle.dumps(list(range(1000)))
     with pytest.raises(pickle_scan.TooLong):
-        pickle_scan.find_end(lambda offset, length: data[offset : offset + length], len(data), opcodes_max=100)
-    monkeypatch.setattr(pickle_scan.find_end, "__kwdefaults__", {"opcodes_max": 100})
+        list(pickle_scan.scan(lambda offset, length: data[offset : offset + length], len(data), opcodes_max=100))
+    monkeypatch.setattr(pickle_scan.scan, "__kwdefaults__", {"opcodes_max": 100})
     assert inspect("x.pkl", data) == FileFormat()
 
 
