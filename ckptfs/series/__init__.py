@@ -5,6 +5,7 @@ from ckptfs.series.file_groups import replace_group
 from ckptfs.series.patterns import (
     Series,
     build_series,
+    choose_part,
     counts_checkpoints,
     find_series,
     get_place,
@@ -33,7 +34,7 @@ from ckptfs.series.set_kinds import MemberFile
 
 __all__ = [
     "MANIFESTS", "Completeness", "KnownSet", "KnownSets", "LatestAnswer", "LatestMember", "Listing", "MemberFile", "MemberReader",
-    "SearchResult", "Series", "build_series", "counts_checkpoints", "decode_rules", "encode_rules", "find_incomplete_reason",
+    "SearchResult", "Series", "build_series", "choose_part", "counts_checkpoints", "decode_rules", "encode_rules", "find_incomplete_reason",
     "find_newest", "find_series", "get_place", "install_rules", "is_temporary", "judge", "judge_kept", "list_members",
     "list_patterns", "list_series", "parse", "replace_group", "suggest_series",
 ]  # fmt: skip

@@ -24,6 +24,7 @@ from ckptfs.lifecycle import FileRecord
 from ckptfs.model import ContentState, Level, SeriesRule
 from ckptfs.series import patterns, rules, set_kinds
 from ckptfs.series.file_formats import LAMMPS_PART, FileFormat
+from ckptfs.series.numbers_in_names import find_bare_gap
 from ckptfs.series.set_kinds import DirectoryFacts, MemberFile, SetIndex, SetKind, text
 
 COMPARED_MAX = 4
@@ -87,6 +88,10 @@ class MemberFacts:
     rule: SeriesRule | None = None
     mark: MemberFile | None = None
     """The file beside it that the rule says is written last."""
+    has_parts: bool = False
+    """Its files differ in the number of a part. Its name is that of the lowest one."""
+    has_bare_parts: bool = False
+    """No word says that this number counts ranks."""
 
     @property
     def is_single_file(self) -> bool:
@@ -246,6 +251,10 @@ def is_left_over(member: MemberFacts, path: bytes) -> bool:
 def _find_gap(member: MemberFacts) -> str:
     if member.is_single_file:
         return ""
+    if member.has_parts and member.name not in member.files:
+        return f"{text(member.name)} is missing"
+    if member.has_bare_parts and (missing := find_bare_gap(member.files, member.name)):
+        return f"{text(missing)} is missing"
     for path, directory in member.directories.items():
         for kind in member.kinds[path]:
             if gap := kind.find_gap(directory):
@@ -265,7 +274,8 @@ def _get_quiet_s(member: MemberFacts) -> float:
     awaited = [path for path in member.files if not member.is_vouched_for(path) and not (awaits_own and not _is_of_rank(path))]
     if member.is_single_file or (closing and not awaited):
         return 0.0
-    return QUIET_RANKS_S if any(map(set_kinds.has_unknown_count, member.directories.values())) else QUIET_S
+    counts_ranks = member.has_bare_parts or any(map(set_kinds.has_unknown_count, member.directories.values()))
+    return QUIET_RANKS_S if counts_ranks else QUIET_S
 
 
 def _is_of_rank(path: bytes) -> bool:

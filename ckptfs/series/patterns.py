@@ -1,6 +1,6 @@
 """Names: series of checkpoints among siblings, their order, and files that form one member (T5).
 
-A name is cut into text and numbers. The word before a number says what it means:
+`numbers_in_names` says what each number of a name means:
 
 - a *counter* (`step`, `iter`, `epoch`, `ckpt`, ...) counts checkpoints: it is a `*` in the name of the series, whether it differs or not;
   an epoch decides the order before the steps within it;
@@ -19,15 +19,30 @@ Invariant: every function takes time in proportion to the number of names, even 
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from ckptfs.model import SeriesRule
 from ckptfs.series import rules
 from ckptfs.series.file_groups import find_groups, replace_group
+from ckptfs.series.numbers_in_names import (
+    EPOCH,
+    NUMBER,
+    NumberRole,
+    SplitName,
+    find_bare_part,
+    get_counter_class,
+    get_roles,
+    group_by_texts,
+    join,
+    list_dates,
+    list_parts,
+    mask_parts,
+    replace_number,
+    split,
+)
 from ckptfs.series.rules import WILDCARD
 
 PREVIOUS_SUFFIX = b"_prev"
@@ -35,19 +50,8 @@ PAIRED_EXTENSION = b".cpt"
 _MDRUN_TEMPORARY = re.compile(rb"(.+)_step[0-9]+\.cpt", re.DOTALL)
 """GROMACS saves under this name, renames X to X_prev, and then this to X. With -cpnum it keeps the name, and there is no X."""
 _SHARD_EXTENSION = b".distcp"
-_LOCAL_SUFFIX = b"_local."
-"""NVIDIA's local checkpoints: `iter_0000010_3_local.pt` is the part of rank 3."""
-_RESTART_EXTENSION = b".restart"
-"""Of LAMMPS, whose users name files as its manual does: `restart 100 melt.*.restart`."""
 _LIGHTNING_EXTENSION = b".ckpt"
-_VERSION = re.compile(rb"-v([0-9]+)(?=\.ckpt$)")
-"""Lightning adds it if a file of the name exists, as after a restart."""
 _NEMO_ENDING = re.compile(rb"(-EMA)?(\.ckpt|\.nemo)?$")
-_VELOC_TEXTS = (b"-", b".dat")
-"""Of `NAME-RANK-VERSION.dat`, behind NAME."""
-_CACTUS_FILE = b".file_"
-"""Behind the number of the iteration: `checkpoint.chkpt.it_1024.file_0.h5` is the part of one process."""
-
 _TEMPORARY = re.compile(
     rb"^\.?tmp[-_.]|[-_.]te?mp$|\.tmp([-_.]|\w*$)|\.tempstate\d|\.orbax-checkpoint-tmp|\.dirty(\.|$)|\.bak(-\d+)?$"
     rb"|\.(part|partial|incomplete|inprogress|crdownload|swp)$|~$|^#|\.ckptfs-|-unfinished$",
@@ -57,59 +61,9 @@ _SHAPE = bytes.maketrans(b"123456789", b"000000000")
 """Makes the names of thousands of checkpoints a few shapes. What `_TEMPORARY` finds depends on the shape only."""
 _SIDE_PRODUCT = re.compile(rb"\.(py|sh|log|out|err|csv|md|distcp)$|tfevents", re.IGNORECASE)
 """Numbered files that are no checkpoints; a pattern may still name them."""
-_NUMBER = re.compile(rb"[0-9]+")
-_DECIMAL = re.compile(rb"[0-9]+\.[0-9]+")
-"""As the whole name: a time, as OpenFOAM names its directories."""
 _FRACTION_DIGITS = 18
-_DATE = re.compile(
-    rb"(?<![0-9])(?:[0-9]{4}-(?:0[1-9]|1[0-2])-[0-3][0-9]|(?:19|20)[0-9]{2}(?:0[1-9]|1[0-2])[0-3][0-9](?=[-_T.][0-9]{4}))"
-    rb"(?:[-_T:. ][0-9]{2,6})*(?![0-9])"
-)
-"""`2026-01-02_12:00:00` or `20260102_120000`: its numbers count together."""
-_EXTENSION = re.compile(rb"\.(h5|hdf5|he5|nc4|bz2|lz4|7z|pt2|fp16|fp32|bf16)$", re.IGNORECASE)
-"""Their digits are no numbers."""
-_WORD = re.compile(rb"([A-Za-z]*)[-_.=:@ ]?$")
-_COUNTERS = (("step", "iter", "iteration", "batch"), ("epoch",), ("ckpt", "chk", "checkpoint", "restart", "dump", "snapshot", "snap"))
-"""A number of the first class is shown as the step. A word counts if it is the end of the text before the number."""
-_EPOCH = 1
-_COMPOSER_BATCH = b"-ba"
-"""Between two numbers, as in `ep1-ba100`. Alone, `ep` may count ranks that share experts."""
-_PARTS = {
-    "rank", "ranks", "shard", "part", "proc", "process", "processor", "worker", "node", "host", "gpu", "tp", "pp", "dp", "mp", "stage",
-    "layer",
-}  # fmt: skip
-_RANDOM_STATE = re.compile(rb"(rng_state|random_states)[-_.]?$", re.IGNORECASE)
-"""Of a rank: a part of the checkpoints of Hugging Face."""
-_LABELS = {
-    "rep", "replica", "replicate", "run", "exp", "experiment", "trial", "seed", "fold", "job", "task", "sim", "walker", "version",
-    "size", "of",
-}  # fmt: skip
-
-
 Order = tuple[tuple[int, ...], tuple[int, ...]]
 """Of two members of a series, the newer one has the greater value."""
-
-
-class NumberRole(Enum):
-    """What a number in a name means."""
-
-    COUNTER = "counter"
-    PART = "part"
-    LABEL = "label"
-    METRIC = "metric"
-    BARE = "bare"
-    OTHER = "other"
-
-
-class SplitName(NamedTuple):
-    """A name cut at its numbers: one text more than numbers."""
-
-    texts: tuple[bytes, ...]
-    numbers: tuple[bytes, ...]
-
-    @property
-    def roles(self) -> tuple[NumberRole, ...]:
-        return get_roles(self.texts)
 
 
 @dataclass(frozen=True)
@@ -136,14 +90,14 @@ class Series:
         return len(self.texts) == 1 or self.rule is not None or NumberRole.COUNTER in get_roles(self.texts)
 
     @property
+    def counts_steps(self) -> bool:
+        """Return True if the first of a member's numbers is a step, not an epoch."""
+        return 0 in self._classes
+
+    @property
     def rule(self) -> SeriesRule | None:
         """Return the rule of the configuration for the series, if any."""
         return rules.get_rule(self.name)
-
-    @property
-    def has_parts(self) -> bool:
-        """Return True if each name is one part of a checkpoint, such as the file of one rank."""
-        return self.rule is None and NumberRole.PART in split(self.name.replace(WILDCARD, b"0")).roles
 
     def parse_numbers(self, name: bytes) -> tuple[int, ...] | None:
         """Return the numbers of a member, the one that counts steps first. Returns None for any other name.
@@ -162,15 +116,17 @@ class Series:
     def get_order(self, numbers: tuple[int, ...]) -> Order:
         """Return what is greater for a newer member, from its numbers.
 
-        An epoch decides before the steps within it.
+        An epoch decides before the steps within it. Metrics decide nothing.
         """
-        return numbers[self._epochs], numbers
+        roles, groups = get_roles(self.texts), self._steps_first
+        counting = [one for one, group in zip(numbers, groups, strict=False) if roles[group - 1] is not NumberRole.METRIC]
+        return numbers[self._epochs], (*counting, *numbers[len(groups) :])
 
     @cached_property
     def _epochs(self) -> slice:
         """Where `parse_numbers` has the epochs."""
-        first = sum(one < _EPOCH for one in self._classes)
-        return slice(first, first + self._classes.count(_EPOCH))
+        first = sum(one < EPOCH for one in self._classes)
+        return slice(first, first + self._classes.count(EPOCH))
 
     @cached_property
     def _regex(self) -> re.Pattern[bytes]:
@@ -179,7 +135,7 @@ class Series:
         if not any(self.texts):
             pattern += rb"(?:\.(?P<more>[0-9]+))?"
         elif self.texts[-1].endswith(_LIGHTNING_EXTENSION):
-            pattern = pattern.removesuffix(re.escape(_LIGHTNING_EXTENSION)) + rb"(?:-v(?P<more>[0-9]+))?\.ckpt"
+            pattern = pattern.removesuffix(re.escape(_LIGHTNING_EXTENSION)) + rb"(?:-v(?P<more>[0-9]+)|-last)?\.ckpt"
         return re.compile(pattern, re.DOTALL)
 
     @cached_property
@@ -188,19 +144,23 @@ class Series:
 
     @cached_property
     def _classes(self) -> list[int]:
-        return list(itertools.starmap(_get_counter_class, itertools.pairwise(self.texts)))
+        return list(itertools.starmap(get_counter_class, itertools.pairwise(self.texts)))
 
 
 class Member(NamedTuple):
     """One member of a series.
 
     `entry` is the name that the series matches; `name` is what a program is given; `files` belong to it.
+
+    `has_parts`: these differ in the number of a part; `has_bare_parts`: without a word that says so.
     """
 
     numbers: tuple[int, ...]
     name: bytes
     entry: bytes
     files: tuple[bytes, ...]
+    has_parts: bool = False
+    has_bare_parts: bool = False
 
 
 def is_temporary(name: bytes) -> bool:
@@ -265,45 +225,89 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     alike = Counter(split(name).texts for name in chosen)
     large = {one for name, one in found.items() if one.is_step_count or alike[split(name).texts] > 1}
     large |= {*fixed} | {one for one in ruled if ruled[one]}
-    return sorted(_leave_out_parts(large or {*found.values()}), key=lambda one: one.name)
+    return sorted(_leave_out_parts(large or {*found.values()}, chosen), key=lambda one: one.name)
 
 
-def _leave_out_parts(found: Iterable[Series]) -> Iterable[Series]:
+def _leave_out_parts(found: Iterable[Series], names: Iterable[bytes]) -> Iterable[Series]:
     """Leave out series that differ from another one in a part only: their members are the same files."""
+    bare = {texts: find_bare_part(texts, group) for texts, group in group_by_texts(names).items()}
     lowest: dict[bytes, Series] = {}
-    for one in sorted(found, key=lambda one: one.name):
-        lowest.setdefault(_mask_parts(one.name.replace(WILDCARD, b"0")), one)
+    for one in sorted(found, key=lambda one: (len(one.name), one.name)):
+        name = one.name.replace(WILDCARD, b"0")
+        lowest.setdefault(mask_parts(name, bare.get(split(name).texts)), one)
     return lowest.values()
 
 
 def list_members(series: Series, names: Iterable[bytes]) -> list[Member]:
     """Return the members of a series among the names of a directory, newest first.
 
-    If two have the same number ("1" and "01"), the shorter name counts as newer.
+    Names do not tell which of several with equal counters is newer; the shorter one comes first.
     """
     names = {name for name in names if not is_temporary(name)}
     groups = find_groups(names)
     files: dict[bytes, list[bytes]] = defaultdict(list)
     for name, group in groups.items():
         files[group].append(name)
-    numbers = {entry: one for entry in (*names, *files) if (one := series.parse_numbers(entry)) is not None}
-    parts = _group_parts(names, numbers) if series.has_parts else {}
-    members = []
-    for entry, deciding in numbers.items():
+    entries = {entry for entry in (*names, *files) if series.parse_numbers(entry) is not None}
+    parts = {} if series.rule is not None else _group_parts(series, names, entries)
+    entries -= {name for one in parts.values() for name in one.files}
+    members = [Member(series.parse_numbers(entry) or (), entry, entry, one.files, True, one.are_bare) for entry, one in parts.items()]
+    for entry in entries:
         name = groups.get(entry, entry)
-        alike = files.get(name) or (parts.get(_mask_parts(entry)) if parts else None)
-        members.append(Member(deciding, name, entry, tuple(sorted(alike)) if alike else (entry,)))
+        members.append(Member(series.parse_numbers(entry) or (), name, entry, tuple(sorted(files.get(name) or (entry,)))))
     return sorted(members, key=lambda one: (series.get_order(one.numbers), -len(one.entry), one.entry), reverse=True)
 
 
-def _group_parts(names: Iterable[bytes], entries: Iterable[bytes]) -> dict[bytes, list[bytes]]:
-    """Return the names that differ from these entries in parts only, by what they have in common."""
-    texts = {split(entry).texts for entry in entries}
-    found: dict[bytes, list[bytes]] = defaultdict(list)
-    for name in names:
-        if split(name).texts in texts:
-            found[_mask_parts(name)].append(name)
+class _Parts(NamedTuple):
+    """Names that differ in parts only; whether these are bare numbers."""
+
+    files: tuple[bytes, ...]
+    are_bare: bool
+
+
+def _group_parts(series: Series, names: Iterable[bytes], entries: Container[bytes]) -> dict[bytes, _Parts]:
+    """Return the parts of each member that has any, by the name of its lowest part, which may be missing.
+
+    The lowest part is that of all members.
+    """
+    found: dict[bytes, _Parts] = {}
+    for texts, group in group_by_texts(names).items():
+        own = [name for name in group if name in entries]
+        bare = find_bare_part(texts, group) if own else None
+        positions = list_parts(texts, bare) if own else []
+        members: dict[bytes, list[bytes]] = defaultdict(list)
+        for name in group if positions else ():
+            members[mask_parts(name, bare)].append(name)
+        lowest = min((split(name).numbers for name in own), key=lambda numbers: [int(numbers[one]) for one in positions], default=())
+        for alike in members.values():
+            mine = min((name for name in alike if name in entries), default=b"")
+            entry = replace_number(alike[0], positions[0], lowest[positions[0]]) if len(positions) == 1 else mine
+            if series.parse_numbers(entry) is not None:
+                found[entry] = _Parts(tuple(sorted(alike)), bare is not None)
     return found
+
+
+def choose_part(series: Series, names: Collection[bytes]) -> Series:
+    """Return the series of one part if a * of a pattern stands for all parts.
+
+    Of `step*_rank*.pt` it is `step*_rank0.pt`.
+    """
+    members = list_members(series, names) if len(series.texts) > 2 and series.rule is None else []
+    is_group = bool(members) and (members[0].has_parts or members[0].files != (members[0].entry,))
+    return find_series(members[0].entry, names) or series if is_group else series
+
+
+def find_last_names(series: Series, names: Iterable[bytes]) -> list[bytes]:
+    """Return the names under which programs keep their newest state beside a series.
+
+    They are like `last.ckpt`, `checkpoint_last.pt`, `latest.pth`.
+    """
+    _, dot, extension = series.texts[-1].partition(b".")
+    if not dot:
+        return []
+    prefix = rb"(?:%s[-_.]?)?" % re.escape(series.texts[0].rstrip(b"-_.="))
+    wanted = re.compile(prefix + rb"(?:last|latest)(?:-v[0-9]+)?" + re.escape(dot + extension), re.DOTALL)
+    return sorted(name for name in names if wanted.fullmatch(name))
 
 
 def suggest_series(pattern: bytes, names: Iterable[bytes]) -> list[Series]:
@@ -331,7 +335,7 @@ def get_place(path: bytes) -> bytes:
 def _get_place_of_name(name: SplitName, has_counter: bool) -> bytes:
     is_part = NumberRole.PART in name.roles or name.texts[-1].endswith(_SHARD_EXTENSION)
     goes = [role is NumberRole.COUNTER if has_counter else not is_part for role in name.roles]
-    return _join(name.texts, tuple(WILDCARD if go else number for go, number in zip(goes, name.numbers, strict=True)))
+    return join(name.texts, tuple(WILDCARD if go else number for go, number in zip(goes, name.numbers, strict=True)))
 
 
 def counts_checkpoints(path: bytes) -> bool:
@@ -341,84 +345,6 @@ def counts_checkpoints(path: bytes) -> bool:
     return any(NumberRole.COUNTER in split(name).roles for name in names) or any(
         one.parse_numbers(name) is not None for one in ruled for name in names
     )
-
-
-# --- numbers and what they mean ---------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=65536)
-def split(name: bytes) -> SplitName:
-    """Cut a name at its numbers."""
-    if _DECIMAL.fullmatch(name):
-        return SplitName((b"", b""), (name,))
-    name = _VERSION.sub(b"", name)
-    extension = _EXTENSION.search(name)
-    end = len(name) if extension is None else extension.start()
-    found = list(_NUMBER.finditer(name, 0, end))
-    starts = [0, *(one.end() for one in found)]
-    ends = [*(one.start() for one in found), len(name)]
-    return SplitName(tuple(name[start:end] for start, end in zip(starts, ends, strict=True)), tuple(one[0] for one in found))
-
-
-@lru_cache(maxsize=4096)
-def get_roles(texts: tuple[bytes, ...]) -> tuple[NumberRole, ...]:
-    """Return what the number behind each text but the last means."""
-    if texts[1:] == _VELOC_TEXTS and texts[0].endswith(b"-"):
-        return NumberRole.PART, NumberRole.COUNTER
-    found: list[NumberRole] = []
-    for text, after in itertools.pairwise(texts):
-        is_decimal = text == b"." and found and found[-1] is NumberRole.METRIC
-        found.append(NumberRole.METRIC if is_decimal else _get_role(text, after))
-    if len(found) > 2 and _has_decimal_end(texts) and found[-2] in (NumberRole.BARE, NumberRole.OTHER):
-        found[-2:] = [NumberRole.METRIC] * 2
-    return tuple(found)
-
-
-def _has_decimal_end(texts: tuple[bytes, ...]) -> bool:
-    """Return whether the last two numbers are one decimal behind another: `weights.01-0.25.h5`."""
-    return texts[-2] == b"." and texts[-3].endswith((b"-", b"_")) and texts[-1][:1] in (b"", b".")
-
-
-def _get_role(text: bytes, after: bytes) -> NumberRole:
-    word = _get_word(text, after)
-    if re.match(rb"[-_]of[-_]$", after, re.IGNORECASE) or re.search(rb"[-_]of[-_]$", text, re.IGNORECASE):
-        return NumberRole.PART
-    if after.startswith(_LOCAL_SUFFIX) or text == _CACTUS_FILE:
-        return NumberRole.PART
-    if _get_counter_class(text, after) < len(_COUNTERS):
-        return NumberRole.COUNTER
-    if word in _PARTS or _RANDOM_STATE.search(text):
-        return NumberRole.PART
-    if word in _LABELS:
-        return NumberRole.LABEL
-    if text.rstrip(b"-+").endswith(b"="):
-        return NumberRole.METRIC
-    if after == _RESTART_EXTENSION and text.endswith((b".", b"_", b"-")):
-        return NumberRole.COUNTER
-    return NumberRole.OTHER if re.search(rb"[^-_.,: ]", text) else NumberRole.BARE
-
-
-def _get_word(text: bytes, after: bytes) -> str:
-    found = _WORD.search(text)
-    word = "" if found is None else found[1].decode("ascii").lower()
-    return "batch" if text == _COMPOSER_BATCH else "epoch" if (word, after) == ("ep", _COMPOSER_BATCH) else word
-
-
-def _get_counter_class(text: bytes, after: bytes) -> int:
-    """Return the class of the counter that a text announces; the number of classes if it announces none."""
-    word = _get_word(text, after)
-    return next((number for number, words in enumerate(_COUNTERS) if word.endswith(words)), len(_COUNTERS))
-
-
-def _mask_parts(name: bytes) -> bytes:
-    """Return a key that is the same for names that differ in the numbers of their parts only."""
-    texts, numbers = split(name)
-    masked = (b"#" if role is NumberRole.PART else number for role, number in zip(get_roles(texts), numbers, strict=True))
-    return _join(texts, tuple(masked))
-
-
-def _join(texts: tuple[bytes, ...], numbers: tuple[bytes, ...]) -> bytes:
-    return b"".join(one for pair in zip(texts, (*numbers, b""), strict=True) for one in pair)
 
 
 def _is_part_or_label(series: Series) -> bool:
@@ -435,11 +361,8 @@ def _is_part_or_label(series: Series) -> bool:
 
 def _choose_series(names: Iterable[bytes]) -> dict[bytes, Series]:
     """Return the series of each name that has a number."""
-    groups: dict[tuple[bytes, ...], list[bytes]] = defaultdict(list)
-    for name in names:
-        if split(name).numbers:
-            groups[split(name).texts].append(name)
-    wildcards = {texts: _choose_wildcards(texts, group) for texts, group in groups.items()}
+    groups = group_by_texts(names)
+    wildcards = {texts: _choose_wildcards(texts, group, find_bare_part(texts, group)) for texts, group in groups.items()}
     found = _choose_single_numbers([name for texts, group in groups.items() if not wildcards[texts] for name in group])
     for texts, positions in wildcards.items():
         fixed = [position for position in range(len(texts) - 1) if position not in positions]
@@ -452,22 +375,20 @@ def _choose_series(names: Iterable[bytes]) -> dict[bytes, Series]:
     return found
 
 
-def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]:
+def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes], part: int | None) -> list[int]:
     """Return the numbers that are left out of the name of the series.
 
-    The names of the group have the same texts.
+    The names of the group have the same texts; `part` is what `find_bare_part` finds in them.
 
     Returns none if only a comparison with each sibling can tell.
     """
     roles = get_roles(texts)
     varying = [position for position in range(len(roles)) if len({split(name).numbers[position] for name in group}) > 1]
-    dates = set[int]().union(*map(_list_dates, group))
+    dates = set[int]().union(*map(list_dates, group))
     if NumberRole.COUNTER in roles:
-        always = (NumberRole.COUNTER, NumberRole.METRIC)
-        # A decimal before the counter tells models apart: `qwen2-0.5b_step100`.
-        fixed = {one for one in varying if b"." in texts[one : one + 2] and NumberRole.COUNTER in roles[one:]}
-        free = {one for one in varying if roles[one] is NumberRole.BARE} - fixed
-        free |= {one for one in dates if one > roles.index(NumberRole.COUNTER)}
+        always, first = (NumberRole.COUNTER, NumberRole.METRIC), roles.index(NumberRole.COUNTER)
+        # A number before the counter tells models apart: `qwen2-0.5b_step100`, `llama3-8b_step100`.
+        free = {one for one in (*varying, *dates) if one > first and (roles[one] is NumberRole.BARE or one in dates)} - {part}
         return [position for position, role in enumerate(roles) if role in always or position in free]
     able = [position for position, role in enumerate(roles) if role not in (NumberRole.PART, NumberRole.LABEL)]
     if not able:
@@ -480,13 +401,6 @@ def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes]) -> list[int]
     counting = [position for position in able if position not in metrics]
     differing = [position for position in counting if position in varying]
     return sorted(metrics + (differing or counting[-1:])) if len(differing) < 2 else []
-
-
-def _list_dates(name: bytes) -> Iterable[int]:
-    """Return which numbers of a name are those of a date, or of a time behind it."""
-    for found in _DATE.finditer(name):
-        before = len(_NUMBER.findall(name, 0, found.start()))
-        yield from range(before, before + len(_NUMBER.findall(found[0])))
 
 
 def _choose_single_numbers(names: list[bytes]) -> dict[bytes, Series]:
@@ -524,7 +438,7 @@ def _list_pairs(names: Iterable[bytes]) -> list[Series]:
         stem, extension = (stem, dot + extension) if stem else (name, b"")
         current = stem.removesuffix(PREVIOUS_SUFFIX) + extension
         is_pair = stem.endswith(PREVIOUS_SUFFIX) and (current in names or extension == PAIRED_EXTENSION)
-        if current != extension and (is_pair or (extension == PAIRED_EXTENSION and not _NUMBER.search(name))):
+        if current != extension and (is_pair or (extension == PAIRED_EXTENSION and not NUMBER.search(name))):
             previous = current.removesuffix(extension) + PREVIOUS_SUFFIX + extension
             found[current] = Series((current,), previous)
     return list(found.values())

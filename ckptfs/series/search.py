@@ -44,6 +44,8 @@ MANIFESTS = (b"MANIFEST.json", b"MANIFEST.xxh128")
 REJECTED_MAX = 64
 """How many members one answer of the mount rejects at most; the command asks for the rest."""
 _SERIES_NAMED_MAX = 5
+UNNUMBERED = -1
+"""The number of `last.ckpt`, which has none."""
 NODES_MAX = 1000
 """How many nodes of a tree a search follows."""
 
@@ -203,15 +205,19 @@ async def find_newest(
     may_read: Callable[[Entry], bool] = lambda entry: True,
     first: int = 0,
     at_most: int | None = None,
+    last_names: bool = False,
 ) -> SearchResult:
     """Return the newest complete member that has the level, or the newest such set of the history.
 
     `known`: what the history has. `may_read`: whether the caller may read a file or list a directory; others are no answer for it.
 
-    `first`: where a search begins that ended after `at_most` rejected members.
+    `first`: where a search begins that ended after `at_most` rejected members. `last_names`: a file such as `last.ckpt` counts as well.
     """
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
-    return await _Search(series, members, siblings, reader, known or KnownSets(), may_read).find_newest(wanted, first, at_most)
+    is_first = last_names and not first and not (known and known.target)
+    names = patterns.find_last_names(series, siblings.keys()) if is_first else ()
+    search = _Search(series, members, siblings, reader, known or KnownSets(), may_read)
+    return await search.find_newest(wanted, first, at_most, names)
 
 
 async def judge(
@@ -254,24 +260,86 @@ class _Search(Generic[Entry]):
     ) -> None:
         """`waits`: wait for the end of a short quiet period."""
         self._members, self._siblings, self._reader, self._known, self._waits = members, siblings, reader, known, waits
-        self._may_read, self._get_order = may_read, series.get_order
+        self._may_read, self._get_order, self._counts_steps = may_read, series.get_order, series.counts_steps
         self._sets = sorted(known.sets, key=lambda one: (series.get_order(one.numbers), one.number), reverse=True)
         self._set_by_name = {one.name: one for one in reversed(self._sets)}
         self._judged_in_place: set[KnownSet[Entry]] = set()
         self._rule, self._marks = series.rule, rules.find_marks(siblings) if series.rule is not None else {}
-        self._are_groups = series.has_parts or any(member.files != (member.entry,) for member in self._members)
+        self._are_groups = any(member.has_parts or member.files != (member.entry,) for member in self._members)
         self._listed: dict[Member, dict[bytes, tuple[MemberFile, Entry]]] = {}
 
-    async def find_newest(self, wanted: Level, first: int, at_most: int | None) -> SearchResult:
+    async def find_newest(self, wanted: Level, first: int, at_most: int | None, last_names: Collection[bytes] = ()) -> SearchResult:
+        """Return what `find_newest` returns.
+
+        `last_names`: files such as `last.ckpt`, which come before the members that are older.
+        """
         rejected: list[LatestMember] = []
-        for position, candidate in itertools.islice(enumerate(self._list_candidates()), first, None):
+        await self._order_equal_members()
+        unnumbered = [Member((UNNUMBERED,), name, name, (name,)) for name in last_names if not self._are_groups]
+        unnumbered.sort(key={one: await self._get_change_ns(one) for one in unnumbered}.__getitem__)
+        candidates: Iterable[Member | KnownSet[Entry] | None] = itertools.chain(self._list_candidates(), [None] if unnumbered else ())
+        for position, candidate in itertools.islice(enumerate(candidates), first, None):
             if len(rejected) == at_most:
                 return SearchResult(None, rejected, position)
-            found = await self._judge_candidate(candidate)
+            while unnumbered and await self._is_later(unnumbered[-1], candidate):
+                found = await self._judge_candidate(unnumbered.pop())
+                if found is not None and found.verdict.has_level(wanted):
+                    return SearchResult(found, rejected)
+                rejected += [found] if found is not None else []
+            found = await self._judge_candidate(candidate) if candidate is not None else None
             if found is not None and found.verdict.has_level(wanted):
                 return SearchResult(found, rejected)
             rejected += [found] if found is not None else []
         return SearchResult(None, rejected)
+
+    async def _is_later(self, one: Member, other: Member | KnownSet[Entry] | None) -> bool:
+        """Return whether a file such as `last.ckpt` is later than a member.
+
+        If it says its step, that decides, else the time. It is about as large: weights alone are none.
+        """
+        if other is None:
+            return True
+        step = await self._load_step(one) if self._counts_steps else None
+        if await self._get_change_ns(one) < await self._get_change_ns(other) if step is None else step <= other.numbers[0]:
+            return False
+        part, whole = completeness.NEAR_SIZES
+        size, least = [sum(file.size for file, _ in (await self._list_candidate(each)).values()) for each in (one, other)]
+        is_file = b"" in await self._list(one) and (other.is_group if isinstance(other, KnownSet) else b"" in await self._list(other))
+        return is_file and size * whole >= least * part
+
+    async def _load_step(self, one: Member) -> int | None:
+        file, entry = (await self._list(one)).get(b"", (None, None))
+        if file is None or entry is None or file.incomplete_reason:
+            return None
+        with contextlib.suppress(OSError):
+            return await self._reader.examine(entry, file, set_kinds.load_step)
+        return None
+
+    async def _list_candidate(self, one: Member | KnownSet[Entry]) -> dict[bytes, tuple[MemberFile, Entry]]:
+        return await (self._list(one) if isinstance(one, Member) else self._list_set(one))
+
+    async def _order_equal_members(self) -> None:
+        """Bring members with equal counters into the order of their last changes.
+
+        A metric does not tell which is newer.
+        """
+        found: list[Member] = []
+        for _, equal in itertools.groupby(self._members, key=lambda one: self._get_order(one.numbers)):
+            members = list(equal)
+            times = {one: await self._get_change_ns(one) for one in members} if len(members) > 1 else {}
+            found += sorted(members, key=lambda one: times.get(one, 0), reverse=True)
+        self._members = found
+
+    async def _get_change_ns(self, one: Member | KnownSet[Entry]) -> float:
+        """Return when the newest file was changed.
+
+        What is incomplete, or may not be read, is still to be changed.
+        """
+        with contextlib.suppress(PermissionError):
+            files = [file for file, _ in (await self._list_candidate(one)).values()]
+            if files and not any(file.incomplete_reason for file in files):
+                return max(file.mtime_ns for file in files)
+        return math.inf
 
     async def judge_kept(self, known: KnownSet[Entry]) -> Completeness:
         """Return the verdict on the files of a set: names, and what they show of themselves."""
@@ -327,8 +395,8 @@ class _Search(Generic[Entry]):
         if known is one and (verdict is None or verdict.incomplete_reason):
             return self._build_answer(known, await self._require_answer(await self._list_set(known), await self._judge_set(known)))
         assert member is not None
-        older = self._members[self._position_by_entry[member.entry] + 1 :]
-        return self._build_answer(member, verdict or await self.judge(member, older))
+        first_older = self._position_by_entry[member.entry] + 1 if member.numbers != (UNNUMBERED,) else 0
+        return self._build_answer(member, verdict or await self.judge(member, self._members[first_older:]))
 
     async def _judge_in_place(self, member: Member, known: KnownSet[Entry]) -> Completeness | None:
         """Return the verdict on a member whose files are those of a set. Returns None for any other.
@@ -395,7 +463,10 @@ class _Search(Generic[Entry]):
         """Load what is known of a member. Files are read only if the catalog has nothing against any of them."""
         listed = await self._list(member)
         files = {path: file for path, (file, _) in listed.items()}
-        facts = MemberFacts(member.numbers, files, name=member.name, rule=self._rule, mark=await self._load_mark(member))
+        facts = MemberFacts(
+            member.numbers, files, name=member.name, rule=self._rule, mark=await self._load_mark(member), has_parts=member.has_parts,
+            has_bare_parts=member.has_bare_parts,
+        )  # fmt: skip
         if completeness.find_reason(files):
             return facts
         formats, indexes = {}, {}

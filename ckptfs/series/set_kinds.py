@@ -8,13 +8,13 @@ import itertools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckptfs.model import Level
 from ckptfs.series import file_formats, ocdbt, pickle_scan
-from ckptfs.series.file_formats import JSON_BYTES_MAX, LAMMPS, LAMMPS_PART, FileFormat
+from ckptfs.series.file_formats import JSON_BYTES_MAX, LAMMPS, LAMMPS_END, LAMMPS_PART, FileFormat
 from ckptfs.series.file_groups import DMTCP_IMAGE, DMTCP_SCRIPT
 from ckptfs.series.pickle_scan import DamagedPickle, ReadRange, TooLong
 
@@ -60,6 +60,8 @@ class SetIndex:
     is_commit: bool = False
     """It says that nothing is still to come."""
     world: ZeroWorld | None = None
+    parts: int = 0
+    """How many files there are of processes; 0: not known."""
     nodes: tuple[ocdbt.TreeNode, ...] = ()
     """What `load_node` still has to read."""
 
@@ -129,9 +131,9 @@ def is_index(name: bytes) -> bool:
 def is_index_needed(name: bytes) -> bool:
     """Return whether a set whose index cannot be read now cannot be judged.
 
-    A file of DeepSpeed's model only adds to what names tell.
+    A file of DeepSpeed's model, or with "base" in its name, only adds to what names tell.
     """
-    return not _MODEL_RANK.fullmatch(name)
+    return not (_MODEL_RANK.fullmatch(name) or _LAMMPS_BASE.fullmatch(name))
 
 
 def load_index(name: bytes, size: int, read: ReadRange) -> SetIndex:
@@ -162,6 +164,8 @@ _TABLE_END = 0xDB4775248B80FB57.to_bytes(8, "little")
 """The last bytes of a sorted table."""
 _MODEL_RANK = re.compile(rb"(?:.*zero_pp_rank_[0-9]+_)?mp_rank_([0-9]+)_model_states\.pt", re.DOTALL)
 """Of DeepSpeed. With a pipeline, or experts, files of layers stand beside it."""
+_LAMMPS_BASE = re.compile(rb"(.*?)base(.*)", re.DOTALL)
+_LAMMPS_TAIL_BYTES = 20 + len(LAMMPS_END)
 _DMTCP_SCRIPT = re.compile(re.escape(DMTCP_SCRIPT).replace(rb"\.sh", rb"(_.+)?\.sh"), re.DOTALL)
 
 
@@ -220,20 +224,40 @@ def _load_deepspeed_state(size: int, read: ReadRange) -> SetIndex:
 
     Its pickle has the number of ranks and the settings of ZeRO.
     """
-    found: dict[bytes, int] = {}
+    found = dict(_list_numbers(size, read, (b"dp_world_size", b"mp_world_size", b"stage")))
+    if not found.keys() >= {b"dp_world_size", b"mp_world_size"}:
+        return SetIndex()
+    return SetIndex(world=ZeroWorld(found[b"dp_world_size"], found[b"mp_world_size"], found.get(b"stage", 0)))
+
+
+def _load_lammps_base(size: int, read: ReadRange) -> SetIndex:
+    """Load the end of the file with "base".
+
+    It has (44, parts), in some versions (45, 0), and -1, each number in 4 bytes, before the last mark.
+    """
+    tail = read(max(0, size - _LAMMPS_TAIL_BYTES), _LAMMPS_TAIL_BYTES)
+    if len(tail) < _LAMMPS_TAIL_BYTES or tail[16:] != b"\xff" * 4 + LAMMPS_END:
+        return SetIndex()
+    return SetIndex(parts=int.from_bytes(tail[12:16], "little") or int.from_bytes(tail[4:8], "little"))
+
+
+def load_step(size: int, read: ReadRange) -> int | None:
+    """Return the step that a checkpoint of Lightning says. Returns None for any other file."""
+    return next((value for _, value in _list_numbers(size, read, (b"global_step",))), None)
+
+
+def _list_numbers(size: int, read: ReadRange, keys: Container[bytes]) -> Iterator[tuple[bytes, int]]:
+    """Yield these keys with their numbers in the pickle of a `torch.save`; none of any other file."""
     try:
         begin, end = file_formats.find_zip_member(size, read, b"/data.pkl")
         key: bytes | None = None
         for step in pickle_scan.scan(read, end, begin):
             if isinstance(step.value, int) and key is not None:
-                found[key] = step.value
+                yield key, step.value
             if step.value is not None:
-                key = step.value if step.value in (b"dp_world_size", b"mp_world_size", b"stage") else None
+                key = step.value if isinstance(step.value, bytes) and step.value in keys else None
     except (LookupError, DamagedPickle, TooLong):
-        return SetIndex()
-    if not found.keys() >= {b"dp_world_size", b"mp_world_size"}:
-        return SetIndex()
-    return SetIndex(world=ZeroWorld(found[b"dp_world_size"], found[b"mp_world_size"], found.get(b"stage", 0)))
+        return
 
 
 def _load_tensorflow_index(size: int, read: ReadRange) -> SetIndex:
@@ -268,6 +292,7 @@ _LOADERS: tuple[tuple[re.Pattern[bytes], Callable[[int, ReadRange], SetIndex]], 
     (_MODEL_RANK, _load_deepspeed_state),
     (re.compile(rb".+\.index", re.DOTALL), _load_tensorflow_index),
     (_DMTCP_SCRIPT, _load_restart_script),
+    (_LAMMPS_BASE, _load_lammps_base),
 )
 
 
@@ -321,7 +346,6 @@ _RANK = re.compile(
     rb"(.*?(?:rank|shard|part|proc|process|processor|worker|node|rng_state|random_states|\.file)[-_.=]?)([0-9]+)(.*)",
     re.IGNORECASE | re.DOTALL,
 )
-_LAMMPS_BASE = re.compile(rb"(.*?)base(.*)", re.DOTALL)
 _ZERO = re.compile(rb"(.*zero_pp_rank_)([0-9]+)(_mp_rank_)([0-9]+)(_.*)", re.DOTALL)
 
 
@@ -377,7 +401,7 @@ def _find_missing(numbers: Container[int], first: int, end: int) -> int | None:
 def _find_lammps_gap(directory: DirectoryFacts) -> str:
     """Find a missing or cut file of `melt.base.100` and `melt.0.100`, `melt.1.100`, ...
 
-    Only a comparison with other members shows how many there must be.
+    The file with "base" says how many there must be.
     """
     for before, after in _list_lammps_parts(directory):
         parts = [name for name in directory.files if _is_lammps_part(name, before, after)]
@@ -385,9 +409,16 @@ def _find_lammps_gap(directory: DirectoryFacts) -> str:
         if cut := [name for name in files if directory.formats.get(name, FileFormat()).name not in (LAMMPS, LAMMPS_PART)]:
             return f"{text(min(cut))} ends before its last mark; its writer did not finish it"
         numbers = {int(name[len(before) : len(name) - len(after)]) for name in parts}
-        if (missing := _find_missing(numbers, 0, max(numbers))) is not None:
+        count = directory.indexes.get(files[0], SetIndex()).parts
+        if (missing := _find_missing(numbers, 0, count or max(numbers))) is not None:
             return f"{text(before)}{missing}{text(after)} is missing"
     return ""
+
+
+def _has_lammps_count(directory: DirectoryFacts) -> bool:
+    """Return whether the files of LAMMPS say themselves how many there are."""
+    bases = [before + b"base" + after for before, after in _list_lammps_parts(directory)]
+    return bool(bases) and all(directory.indexes.get(name, SetIndex()).parts for name in bases)
 
 
 def _list_lammps_parts(directory: DirectoryFacts) -> list[tuple[bytes, bytes]]:
@@ -496,6 +527,7 @@ _ACCELERATE = re.compile(rb"random_states_[0-9]+\.pkl")
 _TENSORFLOW_DATA = re.compile(rb".+\.data-[0-9]+-of-[0-9]+", re.DOTALL)
 _DEEPSPEED = re.compile(rb".*(model|optim)_states\.pt", re.DOTALL)
 _ORBAX_PROCESS = re.compile(rb"ocdbt\.process_[0-9]+")
+_LAMMPS_BASE_OR_NUMBER = re.compile(rb".*(base|[0-9]).*", re.DOTALL)
 _NOTHING = re.compile(rb"(?!)")
 
 KINDS = (
@@ -518,6 +550,7 @@ KINDS = (
             _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True, awaits_all=True),
     SetKind("arrays of Orbax", re.compile(_ORBAX_PROCESS.pattern + b"|" + re.escape(ocdbt.MANIFEST)), _find_arrays_gap, _NOTHING, _NOTHING),
     SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING, applies=lambda directory: bool(_list_lammps_parts(directory))),
+    SetKind("LAMMPS with a count", _LAMMPS_BASE, _find_lammps_gap, _LAMMPS_BASE_OR_NUMBER, _NOTHING, applies=_has_lammps_count),
     SetKind("DMTCP", re.compile(DMTCP_IMAGE.pattern + b"|" + _DMTCP_SCRIPT.pattern, re.DOTALL), _find_dmtcp_gap,
             _NOTHING, _DMTCP_SCRIPT, tells_sizes=True, awaits_all=True),
     SetKind("CRIU", re.compile(rb"(inventory|pstree|(core|mm|pagemap)-[0-9]+)\.img"), _find_criu_gap,
@@ -537,4 +570,4 @@ def is_of_rank(name: bytes) -> bool:
 
 def has_unknown_count(directory: DirectoryFacts) -> bool:
     """Return whether names count ranks, and none says how many there are."""
-    return any(map(is_of_rank, directory.names)) or bool(_list_lammps_parts(directory))
+    return any(map(is_of_rank, directory.names)) or (bool(_list_lammps_parts(directory)) and not _has_lammps_count(directory))

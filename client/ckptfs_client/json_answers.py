@@ -79,7 +79,7 @@ class RejectedJson(TypedDict):
 class LatestJson(TypedDict):
     """What `ckptfs latest` found. If there is none, only `rejected` is there, and the exit code is 1."""
 
-    number: NotRequired[Annotated[int, "the number in the name; if it has several, the one that counts steps"]]
+    number: NotRequired[Annotated[int, "the number in the name; if it has several, the one that counts steps; not of `last.ckpt`"]]
     path: NotRequired[Annotated[str, "the path of the checkpoint; for TensorFlow the prefix of its files"]]
     level: NotRequired[Annotated[str, "the lowest level of its files"]]
     size: NotRequired[Annotated[int, "bytes in all of its files"]]

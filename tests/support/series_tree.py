@@ -15,6 +15,7 @@ from ckptfs.series import (
     Listing,
     MemberFile,
     SearchResult,
+    choose_part,
     file_formats,
     find_newest,
     judge_kept,
@@ -93,13 +94,17 @@ class SeriesTree:
         target = next(one for one in self.known.sets if one.number == number)
         return replace(self, known=KnownSets([], target, self.known.path))
 
-    def search(self, pattern: "str | Series", wanted: Level = Level.LOCAL, *, first: int = 0, at_most: int | None = None) -> SearchResult:
-        """Search as the mount does."""
+    def search(
+        self, pattern: "str | Series", wanted: Level = Level.LOCAL, *, first: int = 0, at_most: int | None = None, last_names: bool = False
+    ) -> SearchResult:
+        """Search as the mount does; with `last_names` as in a directory."""
         one = pattern if isinstance(pattern, Series) else parse(os.fsencode(pattern))
         assert one is not None
+        one = choose_part(one, self.siblings.keys())
         found = find_newest(
-            one, self.siblings, self, wanted, self.known, may_read=lambda entry: entry not in self.private, first=first, at_most=at_most
-        )
+            one, self.siblings, self, wanted, self.known, may_read=lambda entry: entry not in self.private, first=first, at_most=at_most,
+            last_names=last_names,
+        )  # fmt: skip
         return run(found)
 
     def find_flaw(self, pattern: str, number: int = 1) -> str:

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import pickle
+import re
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -644,6 +645,94 @@ def test_parts_in_one_directory() -> None:
         assert tree.without(f"step200_rank{1 - rank}.pt").find(f"step*_rank{rank}.pt") == f"step100_rank{rank}.pt"
 
 
+@pytest.mark.parametrize(("name", "pattern"), [("step{}_rank{}.pt", "step*_rank*.pt"), ("ckpt_{}_{}.bin", "ckpt_*_*.bin")])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_pattern_for_all_ranks(name: str, pattern: str, ranks: int) -> None:
+    """T5, D6: any rank missing or cut, also one that has the number of a step."""
+    for first, second in ((100, 200), (1, 2)):
+        tree = SeriesTree.of({name.format(step, rank): archive() for step in (first, second) for rank in range(ranks)})
+        assert tree.find(pattern) == name.format(second, 0) and tree.find_reasons(pattern) == {}
+        for rank in range(ranks):
+            file = name.format(second, rank)
+            assert tree.without(file).find(pattern) == name.format(first, 0), file
+            assert tree.without(file).find_reasons(pattern)[name.format(second, 0)], file
+            assert tree.with_files({file: archive()[:-1]}).find(pattern) == name.format(first, 0), file
+
+
+def lightning(step: int) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as found:
+        found.writestr("archive/data.pkl", pickle.dumps({"epoch": 2, "global_step": step, "loops": {"global_step": 7}}, protocol=2))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("step", "expected"), [(29, "epoch=0-step=30.ckpt"), (30, "epoch=0-step=30.ckpt"), (31, "last.ckpt")])
+def test_the_newest_state_says_its_step(step: int, expected: str) -> None:
+    """N2: whenever it was written; of the same step, the member is named, whose name lasts."""
+    for time_ns in (OLD_NS - 1, NEWER):
+        tree = SeriesTree.of({**LAST, "epoch=0-step=30.ckpt": lightning(30), "last.ckpt": TreeFile(lightning(step), time_ns)})
+        assert find_inside(tree) == expected
+
+
+def test_the_first_bare_rank() -> None:
+    """D6, T5: others may come, and one of them may be late."""
+    tree = SeriesTree.of({"ckpt_100_0.bin": X}, age_s=10.0)
+    assert tree.find("ckpt_*_*.bin") == "" and tree.waited_s == 0
+    tree.age_s = 31.0
+    assert tree.find("ckpt_*_*.bin") == "ckpt_100_0.bin"
+    late = tree.with_files({"ckpt_100_2.bin": X})
+    assert late.find_reasons("ckpt_*_*.bin") == {"ckpt_100_0.bin": "ckpt_100_1.bin is missing"}
+    for name in ("ckpt_{}_{}.bin", "step{}_rank{}.bin"):
+        pattern = name.replace("{}", "*")
+        ranks = {name.format(200, rank): TreeFile(X, reason="is not sealed yet") for rank in range(4)}
+        rotated = SeriesTree.of({name.format(100, 3): X, **ranks})
+        reason = rotated.find_reasons(pattern)[name.format(100, 0)]
+        assert reason == name.format(100, 0) + " is missing", "a killed rotation has left one"
+
+
+def test_a_metric_does_not_tell_which_is_newer() -> None:
+    """N2: of members with equal counters, the one that was written last is; and the set that was completed last."""
+    names = ["epoch=00-loss=10.25.ckpt", "epoch=00-loss=0.25.ckpt", "epoch=00-loss=7.50.ckpt"]
+    for order in itertools.permutations(names):
+        tree = SeriesTree.of({name: TreeFile(archive(), OLD_NS + number) for number, name in enumerate(order)})
+        assert tree.find("epoch=*-loss=*.*.ckpt") == order[-1]
+        assert tree.with_files({order[-1]: archive()[:-1]}).find("epoch=*-loss=*.*.ckpt") == order[-2]
+        kept = [KnownSet((0, *map(int, re.findall("[0-9]+", name)[1:])), name.encode(), number, True, HISTORY + b"%d" % number)
+                for number, name in enumerate(order, 1)]  # fmt: skip
+        files = {os.fsdecode(one.entry + b"/" + one.name): archive() for one in kept}
+        assert SeriesTree.of(files, known=KnownSets(kept, None, b"h")).find("epoch=*-loss=*.*.ckpt").startswith(f"h/{order[-1]}@3")
+    last = SeriesTree.of({"m-step=20.ckpt": archive(), "m-step=20-last.ckpt": TreeFile(archive(), NEWER)})
+    assert last.find("m-step=*.ckpt") == "m-step=20-last.ckpt"
+
+
+LAST: dict[str, bytes | TreeFile] = {
+    "epoch=0-step=30.ckpt": archive(),
+    "epoch=0-step=20.ckpt": archive(),
+    "last.ckpt": TreeFile(archive(), NEWER),
+}
+"""As Lightning leaves it with `save_top_k=2` and `save_last`: step 100 is in `last.ckpt` only."""
+
+
+def find_inside(tree: SeriesTree) -> str:
+    newest = tree.search("epoch=*-step=*.ckpt", last_names=True).newest
+    return "" if newest is None else os.fsdecode(newest.name)
+
+
+def test_the_newest_state_beside_the_best_ones() -> None:
+    """N2: in a directory, a file that was written after all members; a pattern means what it matches."""
+    tree = SeriesTree.of(LAST)
+    assert find_inside(tree) == "last.ckpt" and tree.find("epoch=*-step=*.ckpt") == "epoch=0-step=30.ckpt"
+    assert find_inside(tree.with_files({"last-v1.ckpt": TreeFile(archive(), NEWER + 1)})) == "last-v1.ckpt"
+    for unfit in (archive()[:-1], b"", archive(1), TreeFile(archive(), OLD_NS - 1), TreeFile(archive(), NEWER, reason="is not sealed yet")):
+        assert find_inside(tree.with_files({"last.ckpt": unfit})) == "epoch=0-step=30.ckpt"
+    newer = tree.with_files({"epoch=1-step=110.ckpt": TreeFile(archive(), NEWER + 1)})
+    assert find_inside(newer) == "epoch=1-step=110.ckpt"
+    assert find_inside(newer.with_files({"epoch=1-step=110.ckpt": TreeFile(archive()[:-1], NEWER + 1)})) == "last.ckpt"
+    only = tree.without("epoch=0-step=20.ckpt").with_files({"epoch=0-step=30.ckpt": TreeFile(archive(), reason="is not sealed yet")})
+    assert find_inside(only) == "last.ckpt"
+    assert find_inside(tree.without("last.ckpt").with_files({"last.ckpt/x": TreeFile(archive(), NEWER)})) == "epoch=0-step=30.ckpt"
+
+
 def test_the_first_rank_in_one_directory() -> None:
     """D6, T5: a file that counts ranks is never alone: others may come."""
     tree = SeriesTree.of({"step100_rank0.pt": archive()}, age_s=10.0)
@@ -679,6 +768,20 @@ def test_a_file_for_each_process_of_lammps() -> None:
     first = tree.without("melt.base.200", "melt.0.200", "melt.1.200", "melt.1.100")
     first.age_s = 10.0
     assert first.find("melt.%.*") == "", "more processes may come"
+
+
+def test_lammps_says_how_many_parts_there_are() -> None:
+    """H4, D6: at the end of the file with "base". So the first set needs no comparison, and a restart on fewer processes no patience."""
+    for end in (b"\x2c\0\0\0%c\0\0\0\x2d\0\0\0\0\0\0\0\xff\xff\xff\xff", bytes(16) + b"\x2c\0\0\0%c\0\0\0\xff\xff\xff\xff"):
+        base = {step: b"LammpS RestartT\0" + X + end % parts + b"LammpS RestartT\0" for step, parts in ((100, 3), (200, 2))}
+        files = {"melt.base.100": base[100], **{f"melt.{part}.100": LAMMPS for part in range(3)}}
+        first = SeriesTree.of(files, age_s=3.0)
+        assert first.find("melt.%.*") == "melt.%.100" and first.waited_s == 0
+        assert first.without("melt.0.100").find("melt.%.*") == ""
+        for part in (1, 2):
+            assert first.without(f"melt.{part}.100").find_reasons("melt.%.*") == {"melt.%.100": f"melt.{part}.100 is missing"}
+        tree = first.with_files({"melt.base.200": base[200], "melt.0.200": LAMMPS, "melt.1.200": LAMMPS})
+        assert tree.find("melt.%.*") == "melt.%.200"
 
 
 def test_images_of_dmtcp() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptfs import series
-from ckptfs.series.patterns import Series, is_temporary, list_members, list_patterns, suggest_series
+from ckptfs.series.patterns import Series, find_last_names, is_temporary, list_members, list_patterns, suggest_series
 
 
 def found(names: list[bytes]) -> list[bytes]:
@@ -69,6 +69,21 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
         ([b"restart.2026-01-02T10-00-00", b"restart.2026-01-03T09-30-00"], b"restart.*-*-*T*-*-*"),
         ([b"epoch_1_2026-01-02", b"epoch_2_2026-01-02"], b"epoch_*_*-*-*"),
         ([b"ep0-ba50-rank0.pt", b"ep0-ba50-rank1.pt", b"latest-rank0.pt", b"latest-rank1.pt"], b"ep*-ba*-rank0.pt"),
+        # Ranks of a bare number; of an epoch it counts steps, and a decimal is none.
+        ([b"ckpt_%d_%d.bin" % (step, rank) for step in (100, 200) for rank in range(4)], b"ckpt_*_0.bin"),
+        ([b"ckpt_100_0.bin", b"ckpt_100_1.bin", b"ckpt_100_2.bin", b"ckpt_200_2.bin"], b"ckpt_*_0.bin"),
+        ([b"ckpt_100_0.bin", b"ckpt_100_2.bin"], b"ckpt_*_0.bin"),
+        ([b"ckpt_%d_%d.bin" % (step, rank) for step in (1, 2) for rank in (1, 2, 3)], b"ckpt_*_1.bin"),
+        ([b"snapshot_001.0.hdf5", b"snapshot_001.1.hdf5", b"snapshot_002.0.hdf5"], b"snapshot_*.0.hdf5"),
+        ([b"checkpoint_1_500.pt", b"checkpoint_1_1000.pt", b"checkpoint_2_1500.pt"], b"checkpoint_*_*.pt"),
+        ([b"checkpoint_1_1.pt", b"checkpoint_1_2.pt", b"checkpoint_2_3.pt"], b"checkpoint_*_*.pt"),
+        ([b"checkpoint_1_1.pt", b"checkpoint_1_2.pt"], b"checkpoint_*_*.pt"),
+        ([b"epoch_1_0.pt", b"epoch_1_1.pt", b"epoch_2_0.pt", b"epoch_2_1.pt"], b"epoch_*_*.pt"),
+        ([b"ckpt-1.0", b"ckpt-1.1", b"ckpt-2.0"], b"ckpt-*.*"),
+        (
+            [b"gpt--val_loss=5.40-step=20-samples=160.0.ckpt", b"gpt--val_loss=5.40-step=20-samples=160.0-last.ckpt"],
+            b"gpt--val_loss=*.*-step=*-samples=*.*.ckpt",
+        ),
     ],
 )
 def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
@@ -87,6 +102,7 @@ def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
         ([b"model.safetensors", b"rng_state_0.pth", b"rng_state_1.pth", b"random_states_0.pkl"], []),
         ([b"processor0", b"processor1"], []),
         ([b"qwen2-0.5b_step1", b"qwen2-1.5b_step1"], [b"qwen2-0.5b_step*", b"qwen2-1.5b_step*"]),
+        ([b"llama3-7b_step100", b"llama3-13b_step100"], [b"llama3-13b_step*", b"llama3-7b_step*"]),
         ([b"a1", b"a2", b"b1", b"b2"], [b"a*", b"b*"]),
         ([b"a1", b"b1"], [b"a*", b"b*"]),
         ([b"x1y1", b"x1y2", b"x2y1"], [b"x*y1", b"x1y*"]),
@@ -179,7 +195,7 @@ def test_names_of_groups() -> None:
     dmtcp = [b"ckpt_a.out_e7-40000-2e.dmtcp", b"ckpt_a.out_e7-40000-2e_files", b"dmtcp_restart_script_e7-40000-2d.sh"]
     one = series.find_series(dmtcp[0], [*dmtcp, b"dmtcp_restart_script.sh", b"a.out"])
     assert one == Series((b"dmtcp_restart_script.sh",)) and one.is_step_count
-    assert list_members(one, [*dmtcp, one.name]) == [((1,), one.name, one.name, tuple(sorted([*dmtcp, one.name])))]
+    assert list_members(one, [*dmtcp, one.name]) == [((1,), one.name, one.name, tuple(sorted([*dmtcp, one.name])), False, False)]
     assert list_patterns(lammps) == [b"melt.0.*", b"melt.1.*", b"melt.base.*"] and list_patterns(dmtcp) == [one.name]
 
 
@@ -223,9 +239,43 @@ def test_files_of_one_member() -> None:
     for pattern, entry in ((b"ckpt-*", b"ckpt-2"), (b"ckpt-*.index", index)):
         one = series.parse(pattern)
         assert one is not None
-        assert list_members(one, [index, data, b"checkpoint"]) == [((2,), b"ckpt-2", entry, (data, index))]
+        assert list_members(one, [index, data, b"checkpoint"]) == [((2,), b"ckpt-2", entry, (data, index), False, False)]
     assert list_patterns([index, data, b"ckpt-1.index"]) == [b"ckpt-*.data-00000-of-00001", b"ckpt-*.index"]
     assert list_patterns([b"step_1", b"run.cpt"]) == [b"run.cpt", b"step_*"]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        (b"step*_rank*.pt", b"step%d_rank%d.pt", b"step*_rank0.pt"),
+        (b"step*_rank1.pt", b"step%d_rank%d.pt", b"step*_rank1.pt"),
+        (b"ckpt_*_*.bin", b"ckpt_%d_%d.bin", b"ckpt_*_0.bin"),
+        (b"epoch_*_*.bin", b"epoch_%d_%d.bin", b"epoch_*_*.bin"),
+    ],
+)
+def test_a_pattern_with_a_star_for_each_rank(pattern: bytes, name: bytes, expected: bytes) -> None:
+    """T5: it means the series, of which a member is named once and has all ranks."""
+    names = {name % (step, rank) for step in (100, 200) for rank in range(3)}
+    one = series.parse(pattern)
+    assert one is not None
+    one = series.choose_part(one, names)
+    assert one.name == expected
+    assert [len(found.files) for found in list_members(one, names)] == [3, 3] or b"epoch" in name
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names", "expected"),
+    [
+        (b"epoch=*-step=*.ckpt", [b"last.ckpt", b"last-v1.ckpt", b"last.pt", b"best.ckpt", b"elast.ckpt"], [b"last-v1.ckpt", b"last.ckpt"]),
+        (b"checkpoint_*_*.pt", [b"checkpoint_last.pt", b"checkpoint_best.pt", b"other_last.pt"], [b"checkpoint_last.pt"]),
+        (b"checkpoint-*.pth.tar", [b"last.pth.tar", b"model_best.pth.tar"], [b"last.pth.tar"]),
+        (b"G_*.pth", [b"D_latest.pth", b"G_latest.pth"], [b"G_latest.pth"]),
+        (b"global_step*", [b"latest", b"last"], []),
+    ],
+)
+def test_names_of_the_newest_state(pattern: bytes, names: list[bytes], expected: list[bytes]) -> None:
+    one = series.parse(pattern)
+    assert one is not None and find_last_names(one, names) == expected
 
 
 @pytest.mark.parametrize(

@@ -99,9 +99,9 @@ def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None
             answer["rejected"] = [{"path": str(found.build_path(one)), "reason": one.find_obstacle(wanted)} for one in rejected]
         if member is not None:
             verdict = member.verdict
-            answer |= {
-                "number": member.number, "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size,
-                "files": verdict.files,
+            number: LatestJson = {"number": member.number} if member.number >= 0 else {}
+            answer |= number | {
+                "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size, "files": verdict.files,
             }  # fmt: skip
         render.print_json(answer)
     else:

@@ -36,6 +36,7 @@ from ckptfs.series import (
     MemberFile,
     Series,
     build_series,
+    choose_part,
     file_formats,
     find_incomplete_reason,
     find_newest,
@@ -125,7 +126,9 @@ class MountMemberReader:
         if len(found) != 1:
             return FoundLatest(LatestAnswer(found), KnownSets())
         known = await self.load_known_sets(directory, found[0].name)
-        result = await find_newest(found[0], siblings, self, wanted, known, may_read=may_read, first=first, at_most=at_most)
+        result = await find_newest(
+            found[0], siblings, self, wanted, known, may_read=may_read, first=first, at_most=at_most, last_names=not name
+        )
         return FoundLatest(LatestAnswer(found, result), known)
 
     async def find_flaw(self, directory: int, may_read: Callable[[int], bool]) -> str | None:
@@ -404,7 +407,7 @@ class MountMemberReader:
 def _find_series(name: bytes, names: Collection[bytes]) -> list[Series]:
     """Return the series with a name, or all series if it is empty. One without a number has to be there."""
     one = parse(name) if name else None
-    return [one] if one is not None else [each for each in list_series(names) if name in (b"", each.name)]
+    return [choose_part(one, names)] if one is not None else [each for each in list_series(names) if name in (b"", each.name)]
 
 
 def _load_known_sets(db: Database, record: SeriesRecord) -> KnownSets[int]:
