@@ -1,10 +1,15 @@
-"""N2: inode numbers of the virtual entries of `latest`, which no catalog has."""
+"""N2: inode numbers of the virtual entries of `latest`, which no catalog has; paths that `ckptfs latest` prints."""
+
+from pathlib import Path
 
 import pytest
 import xxhash
+from ckptfs_client.sets.newest import Found, NamedSeries
 from ckptfs_daemon.mount.handlers.latest_tree import FIRST_INODE, TOP, VirtualEntry, VirtualInodes, is_virtual
 
 from ckptfs import limits
+from ckptfs.model import Level
+from ckptfs.series import Completeness, LatestMember, SearchResult, Series
 
 PLACES = [
     TOP,
@@ -44,3 +49,19 @@ def test_only_those_that_were_looked_up_last_are_known() -> None:
     numbers.assign_inode(VirtualEntry(4))
     assert (numbers.find_entry(first), numbers.find_entry(second), numbers.find_entry(third)) == (VirtualEntry(1), None, VirtualEntry(3))
     assert numbers.find_entry(FIRST_INODE) is None
+
+
+@pytest.mark.parametrize(
+    ("directory", "name", "path"),
+    [
+        (".", b"-step_2", "./-step_2"),
+        ("-dash", b"step_2", "./-dash/step_2"),
+        ("a", b"-step_2", "a/-step_2"),
+        ("../b", b"s_\xff", "../b/s_\udcff"),
+    ],
+)
+def test_a_path_that_no_command_takes_for_an_option(directory: str, name: bytes, path: str) -> None:
+    """N2: scripts pass it on."""
+    member = LatestMember(2, name, name, Completeness(1, 1, Level.LOCAL))
+    searched = NamedSeries(Path(directory), Series((name[:-1], b"")))
+    assert Found(searched, SearchResult(member, []), b"").build_path(member) == path

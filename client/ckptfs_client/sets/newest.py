@@ -54,10 +54,11 @@ class Found(NamedTuple):
     result: SearchResult
     history: bytes
 
-    def build_path(self, found: LatestMember) -> Path:
-        """Return the path of a member, or of a set in the history."""
+    def build_path(self, found: LatestMember) -> str:
+        """Return the path of a member, or of a set in the history. It is never one that a command takes for an option."""
         place = (self.history, found.path) if found.path else (os.fsencode(self.searched.directory), found.name)
-        return Path(os.fsdecode(os.path.join(*place)))
+        path = str(Path(os.fsdecode(os.path.join(*place))))
+        return os.path.join(os.curdir, path) if path.startswith("-") else path
 
 
 def find_newest(named: Sequence[Path], wanted: Level) -> Found:
@@ -96,12 +97,12 @@ def print_newest(named: Sequence[Path], wanted: Level, *, is_json: bool) -> None
     if is_json:
         answer: LatestJson = {}
         if rejected:
-            answer["rejected"] = [{"path": str(found.build_path(one)), "reason": one.find_obstacle(wanted)} for one in rejected]
+            answer["rejected"] = [{"path": found.build_path(one), "reason": one.find_obstacle(wanted)} for one in rejected]
         if member is not None:
             verdict = member.verdict
             number: LatestJson = {"number": member.number} if member.number >= 0 else {}
             answer |= number | {
-                "path": str(found.build_path(member)), "level": verdict.level.value, "size": verdict.size, "files": verdict.files,
+                "path": found.build_path(member), "level": verdict.level.value, "size": verdict.size, "files": verdict.files,
             }  # fmt: skip
         render.print_json(answer)
     else:

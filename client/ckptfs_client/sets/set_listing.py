@@ -127,7 +127,7 @@ def find_unfinished(named: Path, one: ListedSeries | None, newest_row: SetJson |
         "series": found.searched.pattern, "set": os.fsdecode(rejected.name), "number": None, "step": rejected.number,
         "files": rejected.verdict.files, "size": rejected.verdict.size, "level": rejected.verdict.level.value, "completed_ns": None,
         "pinned": False, "rollback": False, "note": "", "state": INCOMPLETE, "reason": rejected.find_obstacle(Level.LOCAL),
-        "path": str(found.build_path(rejected)),
+        "path": found.build_path(rejected),
     }  # fmt: skip
 
 
