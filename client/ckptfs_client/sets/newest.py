@@ -55,7 +55,10 @@ class Found(NamedTuple):
     history: bytes
 
     def build_path(self, found: LatestMember) -> str:
-        """Return the path of a member, or of a set in the history. It is never one that a command takes for an option."""
+        """Return the path of a member, or of a set in the history.
+
+        It is never one that a command takes for an option.
+        """
         place = (self.history, found.path) if found.path else (os.fsencode(self.searched.directory), found.name)
         path = str(Path(os.fsdecode(os.path.join(*place))))
         return os.path.join(os.curdir, path) if path.startswith("-") else path
