@@ -36,6 +36,7 @@ from ckptfs.coherence.keys import (
     Value,
     build_conflict_names,
     build_row_name,
+    count_in_history,
     get_value,
     list_local_names,
     list_shared_names,
@@ -110,13 +111,14 @@ class ReintegrationResolver(ConflictResolver):
     def _is_losing_last_name(self, key: SharedKey, theirs: Value | None) -> bool:
         """Return True if others wrote a file to which no name would lead after the removals of this node.
 
-        That they show a former state of it is no write.
+        Names in sets do not count. That others show a former state of the file is no write.
         """
         known, ours = key_state.get_cached(self._db, key).fields or {}, get_value(self._db, key)
         if theirs is None or merge.is_showing_former(theirs, known):
             return False
         is_written = any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
-        return is_written and (ours is None or ("names" in ours and not list_shared_names(self._db, key.number, theirs)))
+        names = list_shared_names(self._db, key.number, theirs)
+        return is_written and (ours is None or ("names" in ours and count_in_history(names) == len(names)))
 
     def _list_live_names(self, inode: int) -> set[SharedKey]:
         """Return the dirty names of a file outside sets: the removal of a set is whole, or none."""

@@ -389,6 +389,32 @@ async def test_a_set_that_an_island_removed_is_gone_if_others_wrote_a_file_of_it
         assert (await read_history(node), await node.names()) == ({}, [b"f1", b"f2"])
 
 
+@pytest.mark.parametrize("was_kept", [False, True])
+@pytest.mark.parametrize("has_two_names", [False, True])
+@two_nodes
+async def test_a_file_that_others_wrote_and_keep_is_not_removed_by_an_island(a: Node, b: Node, was_kept: bool, has_two_names: bool) -> None:
+    """P5: its name in a set that is made meanwhile does not replace the one of the application."""
+    inode = (await b.make("f1")).id
+    await make_closed(b, inode)
+    if has_two_names:
+        await a.link("f1", "second")
+    if was_kept:
+        await keep(a, "f1")
+        await read_history(b)
+    for name in ("f1", *["second"] * has_two_names):
+        await b.stat(name)
+    b.cut(True)
+    for name in ("f1", *["second"] * has_two_names):
+        await b.unlink(name)
+    await separate(a, "f1")
+    written = await make_closed(a, inode)
+    await keep(a, "f1", number=2)
+    await reconnect(a, b)
+    for node in (a, b):
+        assert b"f1" in await node.names() and (await node.stat("f1")).content == written
+        assert [inodes.get(node.db, one).content for path, one in (await read_history(node)).items() if b"@2" in path] == [written]
+
+
 @two_nodes
 async def test_two_nodes_give_two_sets_of_a_series_two_numbers(a: Node, b: Node) -> None:
     """T6: while this node begins its set, the other one begins and ends another."""
