@@ -391,8 +391,11 @@ async def test_a_set_that_an_island_removed_is_gone_if_others_wrote_a_file_of_it
 
 @pytest.mark.parametrize("was_kept", [False, True])
 @pytest.mark.parametrize("has_two_names", [False, True])
+@pytest.mark.parametrize("is_replaced", [False, True])
 @two_nodes
-async def test_a_file_that_others_wrote_and_keep_is_not_removed_by_an_island(a: Node, b: Node, was_kept: bool, has_two_names: bool) -> None:
+async def test_a_file_that_others_wrote_and_keep_is_not_lost_if_an_island_removed_it(
+    a: Node, b: Node, was_kept: bool, has_two_names: bool, is_replaced: bool
+) -> None:
     """P5: its name in a set that is made meanwhile does not replace the one of the application."""
     inode = (await b.make("f1")).id
     await make_closed(b, inode)
@@ -404,15 +407,47 @@ async def test_a_file_that_others_wrote_and_keep_is_not_removed_by_an_island(a: 
     for name in ("f1", *["second"] * has_two_names):
         await b.stat(name)
     b.cut(True)
-    for name in ("f1", *["second"] * has_two_names):
-        await b.unlink(name)
+    closed = set()
+    if is_replaced:
+        closed.add(await make_closed(b, (await b.make("f1.tmp")).id))
+        await b.rename("f1.tmp", "f1")
+    for name in await b.names():
+        if is_replaced != (name == b"f1"):
+            await b.unlink(name.decode())
     await separate(a, "f1")
-    written = await make_closed(a, inode)
+    closed.add(written := await make_closed(a, inode))
     await keep(a, "f1", number=2)
     await reconnect(a, b)
     for node in (a, b):
-        assert b"f1" in await node.names() and (await node.stat("f1")).content == written
+        assert closed == {(await node.stat(name.decode())).content for name in await node.names()}
         assert [inodes.get(node.db, one).content for path, one in (await read_history(node)).items() if b"@2" in path] == [written]
+
+
+@pytest.mark.parametrize("separates", [False, True])
+@pytest.mark.parametrize("has_two_names", [False, True])
+@two_nodes
+async def test_a_file_that_an_island_wrote_is_there_again_if_others_removed_it(
+    a: Node, b: Node, separates: bool, has_two_names: bool
+) -> None:
+    """P5: its name in a set does not replace the one of the application."""
+    inode = (await b.make("f1")).id
+    old = await make_closed(b, inode)
+    if has_two_names:
+        await a.link("f1", "second")
+    await keep(a, "f1")
+    await read_history(b)
+    for name in ("f1", *["second"] * has_two_names):
+        await b.stat(name)
+    b.cut(True)
+    if separates:
+        await separate(b, "f1")
+    written = await make_closed(b, inode)
+    for name in ("f1", *["second"] * has_two_names):
+        await a.unlink(name)
+    await reconnect(a, b)
+    for node in (a, b):
+        assert [(await node.stat(name.decode())).content for name in await node.names()] in ([written], [written] * 2)
+        assert [inodes.get(node.db, one).content for one in (await read_history(node)).values()] == [old]
 
 
 @two_nodes
