@@ -14,7 +14,7 @@ Crash safety: everything is one change of the catalog.
 """
 
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptfs.catalog import handles, history, history_names, identity, journal, namespace, remote_contents
@@ -117,8 +117,8 @@ class ReintegrationResolver(ConflictResolver):
         if theirs is None or merge.is_showing_former(theirs, known):
             return False
         is_written = any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
-        names = list_shared_names(self._db, key.number, theirs)
-        return is_written and (ours is None or ("names" in ours and count_in_history(names) == len(names)))
+        is_unnamed = ours is None or ("names" in ours and _has_names_in_sets_only(list_shared_names(self._db, key.number, theirs)))
+        return is_written and is_unnamed
 
     def _list_live_names(self, inode: int) -> set[SharedKey]:
         """Return the dirty names of a file outside sets: the removal of a set is whole, or none."""
@@ -155,6 +155,11 @@ class ReintegrationResolver(ConflictResolver):
         here, before, there = self._get_local_child(key), self._get_store_child(key), int((now.fields or {"child": 0})["child"])
         self._inodes_to_recount |= {key.number, here, before, there} - {0}
         is_link_of_set = identity.is_history_directory(key.number) and stat.S_ISREG((now.fields or {}).get("type", 0))
+        if here and is_link_of_set and self._get_mode(there):
+            # Both sides separated a file from this set. The set has the same bytes by either.
+            self._take_store_name(key, now)
+            self._take_back_content(there, self._db.value("SELECT content FROM inode WHERE id = ?", there))
+            return
         if not here and not is_link_of_set:
             self._take_store_name(key, now)
             return
@@ -364,8 +369,9 @@ class ReintegrationResolver(ConflictResolver):
             record_missed(self._db, {key: now})  # It was opened, or closed by others, during the return.
         is_kept = key.kind == INODE and self._is_worth_restoring(key.number)
         super()._merge_key(key, now)
-        if is_kept and not self._db.value("SELECT nlink FROM inode WHERE id = ?", key.number):
-            names = list_local_names(self._db, key.number)  # Each side removed some; these are made again.
+        if is_kept and _has_names_in_sets_only(list_shared_names(self._db, key.number)):
+            # Each side removed some; these are made again.
+            names = [name for name in list_local_names(self._db, key.number) if not identity.is_history_directory(name.number)]
             self._mark_unpublished(names)
             self._inodes_to_recount |= {key.number, *(name.number for name in names)}
 
@@ -401,3 +407,8 @@ class ReintegrationResolver(ConflictResolver):
             self._add_conflict_name(key, theirs if later else ours)
             if later:
                 self._insert_name(key, ours)
+
+
+def _has_names_in_sets_only(names: Sequence[Sequence[Any]]) -> bool:
+    """Return True if an application finds a file by none of these names, also if there are none."""
+    return count_in_history(names) == len(names)

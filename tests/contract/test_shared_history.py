@@ -13,7 +13,7 @@ from memory_store import MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
 from shared_sets import delete_whole_set, keep, read_history, separate
 
-from ckptfs.catalog import contents, handles, history, inodes, peer_copies, retention_state, set_members
+from ckptfs.catalog import contents, handles, history, inodes, namespace, peer_copies, retention_state, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
 from ckptfs.catalog.peer_copies import KnownNode
@@ -423,31 +423,63 @@ async def test_a_file_that_others_wrote_and_keep_is_not_lost_if_an_island_remove
         assert [inodes.get(node.db, one).content for path, one in (await read_history(node)).items() if b"@2" in path] == [written]
 
 
-@pytest.mark.parametrize("separates", [False, True])
+@pytest.mark.parametrize("kept", ["before", "meanwhile", "both"])
 @pytest.mark.parametrize("has_two_names", [False, True])
+@pytest.mark.parametrize("is_replaced", [False, True])
 @two_nodes
 async def test_a_file_that_an_island_wrote_is_there_again_if_others_removed_it(
-    a: Node, b: Node, separates: bool, has_two_names: bool
+    a: Node, b: Node, kept: str, has_two_names: bool, is_replaced: bool
 ) -> None:
-    """P5: its name in a set does not replace the one of the application."""
+    """P5, P7: its name in a set does not replace the one of the application, and the set keeps its bytes."""
     inode = (await b.make("f1")).id
     old = await make_closed(b, inode)
     if has_two_names:
         await a.link("f1", "second")
-    await keep(a, "f1")
-    await read_history(b)
+    if kept != "meanwhile":
+        await keep(a, "f1")
+        await read_history(b)
     for name in ("f1", *["second"] * has_two_names):
         await b.stat(name)
     b.cut(True)
-    if separates:
-        await separate(b, "f1")
-    written = await make_closed(b, inode)
-    for name in ("f1", *["second"] * has_two_names):
-        await a.unlink(name)
+    await separate(b, "f1")
+    closed = {await make_closed(b, inode)}
+    if kept != "before":
+        await keep(a, "f1", number=2)
+    if is_replaced:
+        closed.add(await make_closed(a, (await a.make("f1.tmp")).id))
+        await a.rename("f1.tmp", "f1")
+    for name in ("f1", "second"):
+        if name.encode() in await a.names() and not (is_replaced and name == "f1"):
+            await a.unlink(name)
     await reconnect(a, b)
     for node in (a, b):
-        assert [(await node.stat(name.decode())).content for name in await node.names()] in ([written], [written] * 2)
-        assert [inodes.get(node.db, one).content for one in (await read_history(node)).values()] == [old]
+        assert closed == {(await node.stat(name.decode())).content for name in await node.names()}
+        assert {inodes.get(node.db, one).content for one in (await read_history(node)).values()} == {old}
+
+
+@two_nodes
+async def test_a_set_gets_no_name_if_an_island_and_another_node_wrote_a_file_of_it(a: Node, b: Node) -> None:
+    """P7: each of them separated the file from the set. Both states of the file stay, and the bytes of the set."""
+    inode = (await b.make("f1")).id
+    old = await make_closed(b, inode)
+    await keep(a, "f1")
+    await read_history(b)
+    await b.stat("f1")
+    b.cut(True)
+    closed = set()
+    for node in (a, b):
+        await separate(node, "f1")
+        closed.add(await make_closed(node, inode))
+    await reconnect(a, b)
+    for node in (a, b):
+        assert closed == {(await node.stat(name.decode())).content for name in await node.names()}
+        ((path, kept),) = (await read_history(node)).items()
+        assert (path, inodes.get(node.db, kept).content) == (b"f*/f@1/f1", old)
+        namespace.delete_forgotten(node.db, namespace.list_orphans(node.db))
+        await settled([node])
+        row = contents.get_content(node.db, old)
+        assert row is None or (row.inode, row.state) == (kept, ContentState.CLOSED)
+    assert stored(a.store.etcd)[SharedKey(CONTENT, old)]["inode"] == kept
 
 
 @two_nodes
