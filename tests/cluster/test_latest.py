@@ -69,6 +69,10 @@ def test_a_file_that_only_other_nodes_have(lab: ClusterUnderTest) -> None:
     for node in lab.nodes:
         wait_for(node.path / "killed", "clique")
         wait_for(node.path / "killed", "pfs")
+    for node in lab.nodes:  # Two nodes hold it, and each knows of the other copies.
+        eventually(
+            lambda node=node: len(_list_places(node, node.path / "killed" / "step_2.pt")) == 3, what=f"{node.name} knows the holders"
+        )
     holders = {node.name: _list_places(node, node.path / "killed" / "step_2.pt") for node in lab.nodes}
     for node in lab.nodes:
         result = eventually(
