@@ -1,7 +1,6 @@
 """Numbers in names: what each of them means (T5). Pure.
 
-A name is cut into text and numbers. The word before a number says what it means; `NumberRole` lists that. Of a bare number, the names
-beside it may tell.
+A name is cut into text and numbers. The word before a number says what it means; the names beside it may say it of a bare number.
 """
 
 import itertools
@@ -55,10 +54,15 @@ class NumberRole(Enum):
     """What a number in a name means."""
 
     COUNTER = "counter"
+    """It counts checkpoints (`step`, `epoch`, `ckpt`, ...)."""
     PART = "part"
+    """It counts the files of one checkpoint (`rank`, `shard`, `1-of-4`, ...)."""
     LABEL = "label"
+    """It tells experiments apart (`run`, `exp`, `rep`, ...)."""
     METRIC = "metric"
+    """It ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`."""
     BARE = "bare"
+    """No word stands before it."""
     OTHER = "other"
 
 

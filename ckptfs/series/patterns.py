@@ -1,13 +1,11 @@
 """Names: series of checkpoints among siblings, their order, and files that form one member (T5).
 
-`numbers_in_names` says what each number of a name means:
+What each number of a name means decides (`numbers_in_names`):
 
-- a *counter* (`step`, `iter`, `epoch`, `ckpt`, ...) counts checkpoints: it is a `*` in the name of the series, whether it differs or not;
-  an epoch decides the order before the steps within it;
-- a *part* (`rank`, `shard`, `1-of-4`, ...) counts the files of one checkpoint: files that differ only in it belong to one member;
-- a *label* (`run`, `exp`, `rep`, ...) tells experiments apart: they are never one series, unless a user writes that pattern;
-- a *metric* ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`: it varies, and the counter decides
-  the order.
+- a counter is a `*` in the name of the series, whether it differs or not; an epoch decides the order before the steps within it;
+- files that differ in the number of a part only belong to one member;
+- names that differ in a label are never one series, unless a user writes that pattern;
+- a metric is a `*`, too, and decides nothing about the order.
 
 The numbers of a date count together; a name that is a decimal is one number. Of other numbers, the one that differs among siblings
 counts. `X.cpt` and `X_prev.cpt` are a series of two. Files that a program restarts from under another name (`file_groups`) are one member
@@ -19,7 +17,7 @@ Invariant: every function takes time in proportion to the number of names, even 
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Collection, Container, Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -118,9 +116,14 @@ class Series:
 
         An epoch decides before the steps within it. Metrics decide nothing.
         """
-        roles, groups = get_roles(self.texts), self._steps_first
-        counting = [one for one, group in zip(numbers, groups, strict=False) if roles[group - 1] is not NumberRole.METRIC]
-        return numbers[self._epochs], (*counting, *numbers[len(groups) :])
+        counting = tuple(one for position, one in enumerate(numbers) if position not in self._metrics) if self._metrics else numbers
+        return numbers[self._epochs], counting
+
+    @cached_property
+    def _metrics(self) -> frozenset[int]:
+        """Where `parse_numbers` has the metrics."""
+        roles = get_roles(self.texts)
+        return frozenset(position for position, group in enumerate(self._steps_first) if roles[group - 1] is NumberRole.METRIC)
 
     @cached_property
     def _epochs(self) -> slice:
@@ -248,13 +251,13 @@ def list_members(series: Series, names: Iterable[bytes]) -> list[Member]:
     files: dict[bytes, list[bytes]] = defaultdict(list)
     for name, group in groups.items():
         files[group].append(name)
-    entries = {entry for entry in (*names, *files) if series.parse_numbers(entry) is not None}
-    parts = {} if series.rule is not None else _group_parts(series, names, entries)
-    entries -= {name for one in parts.values() for name in one.files}
+    numbers = {entry: one for entry in (*names, *files) if (one := series.parse_numbers(entry)) is not None}
+    parts = {} if series.rule is not None else _group_parts(series, names, numbers)
+    in_parts = {name for one in parts.values() for name in one.files}
     members = [Member(series.parse_numbers(entry) or (), entry, entry, one.files, True, one.are_bare) for entry, one in parts.items()]
-    for entry in entries:
+    for entry in numbers.keys() - in_parts:
         name = groups.get(entry, entry)
-        members.append(Member(series.parse_numbers(entry) or (), name, entry, tuple(sorted(files.get(name) or (entry,)))))
+        members.append(Member(numbers[entry], name, entry, tuple(sorted(files.get(name) or (entry,)))))
     return sorted(members, key=lambda one: (series.get_order(one.numbers), -len(one.entry), one.entry), reverse=True)
 
 
@@ -265,20 +268,22 @@ class _Parts(NamedTuple):
     are_bare: bool
 
 
-def _group_parts(series: Series, names: Iterable[bytes], entries: Container[bytes]) -> dict[bytes, _Parts]:
+def _group_parts(series: Series, names: Iterable[bytes], entries: Collection[bytes]) -> dict[bytes, _Parts]:
     """Return the parts of each member that has any, by the name of its lowest part, which may be missing.
 
     The lowest part is that of all members.
     """
     found: dict[bytes, _Parts] = {}
-    for texts, group in group_by_texts(names).items():
-        own = [name for name in group if name in entries]
-        bare = find_bare_part(texts, group) if own else None
-        positions = list_parts(texts, bare) if own else []
+    own_texts = {split(name).texts for name in names if name in entries}
+    for texts, group in group_by_texts(name for name in names if split(name).texts in own_texts).items():
+        bare = find_bare_part(texts, group)
+        if not (positions := list_parts(texts, bare)):
+            continue
         members: dict[bytes, list[bytes]] = defaultdict(list)
-        for name in group if positions else ():
+        for name in group:
             members[mask_parts(name, bare)].append(name)
-        lowest = min((split(name).numbers for name in own), key=lambda numbers: [int(numbers[one]) for one in positions], default=())
+        own = (split(name).numbers for name in group if name in entries)
+        lowest = min(own, key=lambda numbers: [int(numbers[one]) for one in positions])
         for alike in members.values():
             mine = min((name for name in alike if name in entries), default=b"")
             entry = replace_number(alike[0], positions[0], lowest[positions[0]]) if len(positions) == 1 else mine
