@@ -14,7 +14,7 @@ Crash safety: everything is one change of the catalog.
 """
 
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ckptfs.catalog import handles, history, history_names, identity, journal, namespace, remote_contents
@@ -117,8 +117,15 @@ class ReintegrationResolver(ConflictResolver):
         if theirs is None or merge.is_showing_former(theirs, known):
             return False
         is_written = any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
-        is_unnamed = ours is None or ("names" in ours and _has_names_in_sets_only(list_shared_names(self._db, key.number, theirs)))
-        return is_written and is_unnamed
+        return is_written and (ours is None or ("names" in ours and self._is_unnamed(key.number, theirs)))
+
+    def _is_unnamed(self, inode: int, theirs: Value | None = None) -> bool:
+        """Return True if no name outside sets leads to a file. `theirs`: see `list_shared_names`."""
+        names = list_shared_names(self._db, inode, theirs)
+        return count_in_history(names) == len(names)
+
+    def _list_names_outside_sets(self, inode: int) -> list[SharedKey]:
+        return [name for name in list_local_names(self._db, inode) if not identity.is_history_directory(name.number)]
 
     def _list_live_names(self, inode: int) -> set[SharedKey]:
         """Return the dirty names of a file outside sets: the removal of a set is whole, or none."""
@@ -369,9 +376,8 @@ class ReintegrationResolver(ConflictResolver):
             record_missed(self._db, {key: now})  # It was opened, or closed by others, during the return.
         is_kept = key.kind == INODE and self._is_worth_restoring(key.number)
         super()._merge_key(key, now)
-        if is_kept and _has_names_in_sets_only(list_shared_names(self._db, key.number)):
-            # Each side removed some; these are made again.
-            names = [name for name in list_local_names(self._db, key.number) if not identity.is_history_directory(name.number)]
+        if is_kept and self._is_unnamed(key.number):
+            names = self._list_names_outside_sets(key.number)  # Each side removed some; these are made again.
             self._mark_unpublished(names)
             self._inodes_to_recount |= {key.number, *(name.number for name in names)}
 
@@ -403,12 +409,7 @@ class ReintegrationResolver(ConflictResolver):
         names = list_local_names(self._db, theirs)
         for key in [name for name in names if identity.is_history_directory(name.number) and self._get_store_child(name) != theirs]:
             self._insert_name(key, ours)
-        for key in [name for name in names if not identity.is_history_directory(name.number)][:1]:
+        for key in self._list_names_outside_sets(theirs)[:1]:
             self._add_conflict_name(key, theirs if later else ours)
             if later:
                 self._insert_name(key, ours)
-
-
-def _has_names_in_sets_only(names: Sequence[Sequence[Any]]) -> bool:
-    """Return True if an application finds a file by none of these names, also if there are none."""
-    return count_in_history(names) == len(names)

@@ -22,6 +22,7 @@ from ckptfs.model import Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.series import urgency
 from ckptfs.series.patterns import Member, Series
+from ckptfs.series.set_kinds import text
 from ckptfs.series.urgency import SeriesIndex, UnsafeMember
 
 log = logging.getLogger(__name__)
@@ -214,10 +215,10 @@ class Rescue:
         above = inodes.get_path(self._db, directory)
         path = b"/".join(part for part in (above, series.name) if part).replace(history.NAME, SHOWN_HISTORY, 1)
         return pb.SeriesSafety(
-            series=_text(path), name=_text(newest.name), level=(figures.level or Level.NONE).value, safe=safe is newest,
+            series=text(path), name=text(newest.name), level=(figures.level or Level.NONE).value, safe=safe is newest,
             files=figures.files, bytes=figures.size,
             missing_files=len(lacking.inodes) if lacking else 0, missing_bytes=lacking.size if lacking else 0,
-            open_files=lacking.open_files if lacking else 0, safe_name=_text(safe.name) if safe else "",
+            open_files=lacking.open_files if lacking else 0, safe_name=text(safe.name) if safe else "",
             safe_level=(self._load_figures(directory, safe).level or Level.NONE).value if safe else "",
             names_pending=names_pending, held=held,
         )  # fmt: skip
@@ -262,7 +263,3 @@ def _take_files(groups: Sequence[tuple[int, ...]], at_most: int) -> list[tuple[i
         if kept:
             found.append(kept)
     return found
-
-
-def _text(name: bytes) -> str:
-    return name.decode(errors="backslashreplace")
