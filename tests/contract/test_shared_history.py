@@ -11,7 +11,7 @@ from ckptfs_daemon.mount.opening import separation
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
 from memory_store import MemoryStore
 from shared_catalogs import Node, async_tests, play_on_nodes, reconnect, settled, stored
-from shared_sets import delete_whole_set, keep, read_history, separate
+from shared_sets import delete_whole_set, keep, make_closed, read_history, separate
 
 from ckptfs.catalog import contents, handles, history, inodes, namespace, peer_copies, retention_state, set_members
 from ckptfs.catalog.database import Database
@@ -300,15 +300,6 @@ async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_wrote_meanwhile(a:
         assert await node.names() == [b"f1", b"second"]
 
 
-async def make_closed(node: Node, inode: int) -> int:
-    with node.db.transaction() as db:
-        content = contents.insert_content(db, inode, Tier.RAM)
-        db.run("UPDATE copy SET state = 1 WHERE content = ?", content)
-        contents.mark_closed(db, inode, content, 3, 1, 2)
-    await node.sharing.wait_published()
-    return content
-
-
 @pytest.mark.parametrize(("truncates", "is_forgotten"), [(True, True), (True, False), (False, False)])
 @two_nodes
 async def test_a_set_keeps_the_bytes_of_a_file_that_an_island_without_its_names_writes(
@@ -389,6 +380,21 @@ async def test_a_set_that_an_island_removed_is_gone_if_others_wrote_a_file_of_it
         assert (await read_history(node), await node.names()) == ({}, [b"f1", b"f2"])
 
 
+async def cut_off(a: Node, b: Node, *, is_kept: bool, has_two_names: bool = False) -> tuple[int, int]:
+    """Make the file f1 on `b`, and cut `b` off. Return its inode and its content. `is_kept`: `a` has made a set of it."""
+    inode = (await b.make("f1")).id
+    content = await make_closed(b, inode)
+    if has_two_names:
+        await a.link("f1", "second")
+    if is_kept:
+        await keep(a, "f1")
+        await read_history(b)
+    for name in ("f1", *["second"] * has_two_names):
+        await b.stat(name)
+    b.cut(True)
+    return inode, content
+
+
 @pytest.mark.parametrize("was_kept", [False, True])
 @pytest.mark.parametrize("has_two_names", [False, True])
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -397,16 +403,7 @@ async def test_a_file_that_others_wrote_and_keep_is_not_lost_if_an_island_remove
     a: Node, b: Node, was_kept: bool, has_two_names: bool, is_replaced: bool
 ) -> None:
     """P5: its name in a set that is made meanwhile does not replace the one of the application."""
-    inode = (await b.make("f1")).id
-    await make_closed(b, inode)
-    if has_two_names:
-        await a.link("f1", "second")
-    if was_kept:
-        await keep(a, "f1")
-        await read_history(b)
-    for name in ("f1", *["second"] * has_two_names):
-        await b.stat(name)
-    b.cut(True)
+    inode, _ = await cut_off(a, b, is_kept=was_kept, has_two_names=has_two_names)
     closed = set()
     if is_replaced:
         closed.add(await make_closed(b, (await b.make("f1.tmp")).id))
@@ -431,16 +428,7 @@ async def test_a_file_that_an_island_wrote_is_there_again_if_others_removed_it(
     a: Node, b: Node, kept: str, has_two_names: bool, is_replaced: bool
 ) -> None:
     """P5, P7: its name in a set does not replace the one of the application, and the set keeps its bytes."""
-    inode = (await b.make("f1")).id
-    old = await make_closed(b, inode)
-    if has_two_names:
-        await a.link("f1", "second")
-    if kept != "meanwhile":
-        await keep(a, "f1")
-        await read_history(b)
-    for name in ("f1", *["second"] * has_two_names):
-        await b.stat(name)
-    b.cut(True)
+    inode, old = await cut_off(a, b, is_kept=kept != "meanwhile", has_two_names=has_two_names)
     await separate(b, "f1")
     closed = {await make_closed(b, inode)}
     if kept != "before":
@@ -460,12 +448,7 @@ async def test_a_file_that_an_island_wrote_is_there_again_if_others_removed_it(
 @two_nodes
 async def test_a_set_gets_no_name_if_an_island_and_another_node_wrote_a_file_of_it(a: Node, b: Node) -> None:
     """P7: each of them separated the file from the set. Both states of the file stay, and the bytes of the set."""
-    inode = (await b.make("f1")).id
-    old = await make_closed(b, inode)
-    await keep(a, "f1")
-    await read_history(b)
-    await b.stat("f1")
-    b.cut(True)
+    inode, old = await cut_off(a, b, is_kept=True)
     closed = set()
     for node in (a, b):
         await separate(node, "f1")

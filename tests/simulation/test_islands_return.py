@@ -13,14 +13,13 @@ import random
 from pathlib import Path
 
 import pytest
-from shared_catalogs import Node, play_on_nodes, reconnect, settled
-from shared_sets import keep, read_history, separate
+from shared_catalogs import Node, list_seeds, play_on_nodes, reconnect, settled
+from shared_sets import keep, make_closed, read_history, separate
 
-from ckptfs.catalog import contents, history, inodes, namespace
+from ckptfs.catalog import history, inodes, namespace
 from ckptfs.errors import CkptfsError
-from ckptfs.model import ROOT, Tier
+from ckptfs.model import ROOT
 
-SEEDS = range(60)
 ACTS = 8
 NAMES = ["f1", "f2", "f3", "other"]
 KINDS = {"make": 5, "write": 6, "replace": 4, "unlink": 4, "rename": 4, "link": 3, "mkdir": 2, "remove_directory": 3, "keep": 4}
@@ -69,7 +68,7 @@ class World:
         new = os.path.join(self.dice.choice(["", *directories]), self.dice.choice(NAMES))
         file = self.dice.choice([*files] or [""])
         if kind == "make" and new not in files:
-            await _close(node, (await node.make(new)).id)
+            await make_closed(node, (await node.make(new)).id)
         elif kind == "mkdir":
             await node.mkdir(new + "_directory")
         elif kind == "remove_directory" and directories:
@@ -88,9 +87,9 @@ class World:
 
     async def _change_file(self, node: Node, kind: str, file: str, new: str) -> None:
         if kind == "write":
-            await _close(node, (await separate(node, file)).id)
+            await make_closed(node, (await separate(node, file)).id)
         elif kind == "replace":
-            await _close(node, (await node.make(file + ".tmp")).id)
+            await make_closed(node, (await node.make(file + ".tmp")).id)
             await node.rename(file + ".tmp", file)
         elif kind == "unlink":
             await node.unlink(file)
@@ -98,15 +97,6 @@ class World:
             await node.rename(file, new)
         elif kind == "link":
             await node.link(file, new)
-
-
-async def _close(node: Node, inode: int) -> None:
-    """Give a file a new content in RAM, as its last close does."""
-    with node.db.transaction() as db:
-        content = contents.insert_content(db, inode, Tier.RAM)
-        db.run("UPDATE copy SET state = 1 WHERE content = ?", content)
-        contents.mark_closed(db, inode, content, 3, 1, 2)
-    await node.sharing.wait_published()
 
 
 async def _walk(node: Node) -> tuple[dict[str, int | None], list[str]]:
@@ -130,11 +120,6 @@ async def _walk(node: Node) -> tuple[dict[str, int | None], list[str]]:
     return files, directories
 
 
-def list_seeds() -> list[int]:
-    first, _, last = os.environ.get("CKPTFS_SEED", "").partition("-")
-    return [*dict.fromkeys([*SEEDS, *(range(int(first), int(last or first) + 1) if first else ())])]
-
-
-@pytest.mark.parametrize("seed", list_seeds())
+@pytest.mark.parametrize("seed", list_seeds(range(60)))
 def test_what_was_written_has_a_name(tmp_path: Path, seed: int) -> None:
     play_on_nodes(tmp_path, World(seed).play, count=3)

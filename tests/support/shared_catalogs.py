@@ -8,10 +8,11 @@ store that takes its time, and loses answers; cut off, a node is an island. Run 
 import functools
 import inspect
 import itertools
+import os
 import random
 import stat
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextvars import ContextVar
 from dataclasses import replace
@@ -83,6 +84,12 @@ def play_on_nodes(directory: Path, act: Act, run: Callable[..., object] = in_vir
         await running(nodes, act_and_compare)
 
     run(main)
+
+
+def list_seeds(given: Iterable[int]) -> list[int]:
+    """These seeds, and those that CKPTFS_SEED=N or N-M asks for."""
+    first, _, last = os.environ.get("CKPTFS_SEED", "").partition("-")
+    return [*dict.fromkeys([*given, *(range(int(first), int(last or first) + 1) if first else ())])]
 
 
 def replayed(seed: int, act: Callable[[], Awaitable[T]], limit_s: float = 150.0) -> T:

@@ -2,11 +2,21 @@
 
 from shared_catalogs import Node
 
-from ckptfs.catalog import history, inodes, namespace
+from ckptfs.catalog import contents, history, inodes, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
 from ckptfs.coherence import keys
-from ckptfs.model import ROOT, Inode
+from ckptfs.model import ROOT, Inode, Tier
+
+
+async def make_closed(node: Node, inode: int) -> int:
+    """Give a file a new content in RAM, as its last close does. Return its id."""
+    with node.db.transaction() as db:
+        content = contents.insert_content(db, inode, Tier.RAM)
+        db.run("UPDATE copy SET state = 1 WHERE content = ?", content)
+        contents.mark_closed(db, inode, content, 3, 1, 2)
+    await node.sharing.wait_published()
+    return content
 
 
 async def read_history(node: Node) -> dict[bytes, int]:
