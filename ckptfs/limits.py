@@ -61,13 +61,13 @@ REQUEST_FULL_WAIT_S = 0.01
 RELEASE_GATHER_S = 0.004
 # After a failure of the catalog's disk, they are tried again this often; the next change takes them along, too.
 RELEASE_RETRY_S = 5.0
-PFS_THREADS_MAX = 24  # of the mount process, that may wait for the PFS
-# What has had nothing from the PFS for this long counts as hanging: another step or call runs in its place, for so many.
+TIER_THREADS_MAX = 24  # of the mount process, that may wait for NVMe, and as many for the PFS
+# What has had nothing from the PFS or NVMe for this long counts as hanging: another step or call runs in its place, for so many.
 PFS_STALL_S = 2.0
 PFS_STALLED_MAX = 64
 # statfs, and a request for attributes, wait this long for the PFS; then they get the last known figures, or size and times.
 PFS_STATUS_WAIT_S = 1.0
-# Threads of the mount process that close files in RAM and NVMe. A file without a name of at least FREE_BYTES_MIN is closed by them.
+# Threads of the mount process that close files in RAM. A file without a name of at least FREE_BYTES_MIN is closed by them.
 FREE_THREADS_MAX = 2
 FREE_BYTES_MIN = 16 * MIB
 COPY_RANGE_BYTES_MAX = 64 * MIB

@@ -25,12 +25,12 @@ FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT}
 
 TIER_FAILURE_ERRNOS = {
     errno.EIO, errno.EROFS, errno.ESTALE, errno.ENODEV, errno.ENXIO, errno.ENOTCONN, errno.ESHUTDOWN, errno.EREMOTEIO, errno.EUCLEAN,
-    errno.ENOTDIR,
+    errno.ENOTDIR, errno.ETIMEDOUT,
 }  # fmt: skip
 """Errors that say something of a tier, not of one file."""
 
 PFS_FAILURE_ERRNOS = TIER_FAILURE_ERRNOS - {errno.ENOTDIR} | {
-    errno.ENOSPC, errno.ENOENT, errno.ETIMEDOUT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
+    errno.ENOSPC, errno.ENOENT, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN, errno.ENETUNREACH,
     errno.ECONNREFUSED, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ENOMEM, errno.ENOBUFS, errno.EMFILE, errno.ENFILE,
     errno.EINTR, errno.EAGAIN, errno.ECOMM, errno.EPROTO, errno.ENOLINK, errno.ENOLCK,
 }  # fmt: skip
@@ -46,7 +46,7 @@ _REMEDIES = {  # (of an error of a tier, of a change on the PFS)
     errno.ESTALE: _MOUNTED,
     errno.ENOTCONN: _MOUNTED,
     errno.ENOENT: ("mount it, or create the directory", "mount the PFS, or create its directory"),
-    errno.ETIMEDOUT: ("check whether its server answers", "check whether the PFS's server answers"),
+    errno.ETIMEDOUT: ("check whether its server or device answers", "check whether the PFS's server answers"),
     errno.EACCES: _WRITABLE,
     errno.EPERM: _ALTERABLE,
     errno.ENOSPC: ("free space or inodes, or raise the quota", "make room on the PFS; df -i shows whether inodes are short"),

@@ -69,7 +69,7 @@ class TierStorage(TierRoot):
         self._can_share_blocks: bool | None = None
 
     def probe(self) -> None:
-        """Raise the error of a disk that fails; after a failure it must take a file. May hang."""
+        """Raise the error of a disk that fails, or takes no file. May hang."""
         if self._failure is None:
             try:
                 os.fstat(self.directory)  # XFS answers EIO after a shutdown.
@@ -77,21 +77,22 @@ class TierStorage(TierRoot):
             except OSError as failure:
                 self.record_failure(failure)
                 raise
-            if self._failure is None:
-                return
-        with self._lock:
-            self._failed_s = time.monotonic()
-            self._reattach()
-            if self._is_detached:
-                raise self._failure
+        if self._failure is not None:
+            with self._lock:
+                self._failed_s = time.monotonic()
+                self._reattach()
+                if self._is_detached:
+                    raise self._failure
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW
             with disk.closing(disk.open_file("health:write", "probe", flags, dir_fd=self._directory)) as fd:
                 os.pwrite(fd, bytes(limits.STATFS_UNIT_BYTES), 0)
                 os.fsync(fd)
-            os.unlink("probe", dir_fd=self._directory)
+            with contextlib.suppress(FileNotFoundError):  # Another process probes, too.
+                os.unlink("probe", dir_fd=self._directory)
         except OSError as failure:
             if failure.errno not in health.FULL_ERRNOS:
+                self.record_failure(failure)
                 raise
         self.record_success()
 

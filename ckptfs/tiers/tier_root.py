@@ -13,7 +13,9 @@ Crash safety: nothing is stored but `tier-id`, which appears whole or not at all
 """
 
 import contextlib
+import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -71,6 +73,7 @@ class TierRoot:
 
         If it is one of the tier, new files go elsewhere for a while.
         """
+        self._failed_s = min(self._failed_s, time.monotonic())  # An answer ends a silence.
         if self.tier is Tier.PFS or isinstance(failure, _Detached) or not health.is_tier_failure(failure):
             return
         with self._lock:
@@ -78,8 +81,18 @@ class TierRoot:
             if not self._is_detached:
                 self._reattach()
         if is_new:
-            remedy = health.remedy(failure.errno)
-            log.warning("%s: %s; new files go elsewhere (%s)", self.root, self.failure, remedy or "check the kernel log")
+            self._log_failure(failure)
+
+    def record_silence(self) -> None:
+        """Note that a call on NVMe hangs. New files go elsewhere until a call is answered."""
+        if self.tier is Tier.NVME and self.is_usable:
+            failure = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+            self._failure, self._failed_s = failure, math.inf
+            self._log_failure(failure)
+
+    def _log_failure(self, failure: OSError) -> None:
+        remedy = health.remedy(failure.errno)
+        log.warning("%s: %s; new files go elsewhere (%s)", self.root, self.failure, remedy or "check the kernel log")
 
     def record_success(self) -> None:
         """Note that a file was made in this tier."""
@@ -148,13 +161,19 @@ class TierRoot:
 
     def _open_directory(self) -> int:
         if self._directory < 0:
-            if self.tier is not Tier.PFS:
-                self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with disk.closing(self._open_root()) as root:
-                with contextlib.suppress(FileExistsError):
+            try:
+                self._directory = self._open_contents()  # A filesystem that is frozen can still be opened.
+            except FileNotFoundError:
+                if self.tier is not Tier.PFS:
+                    self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with disk.closing(self._open_root()) as root, contextlib.suppress(FileExistsError):
                     os.mkdir(self._contents, 0o700, dir_fd=root)
-                self._directory = os.open(self._contents, _DIRECTORY, dir_fd=root)
+                self._directory = self._open_contents()
         return self._directory
+
+    def _open_contents(self) -> int:
+        with disk.closing(self._open_root()) as root:
+            return os.open(self._contents, _DIRECTORY, dir_fd=root)
 
     def _open_root(self) -> int:
         try:

@@ -1,12 +1,13 @@
 """P1, P8, P10: an NVMe that dies under a running mount costs only the files that exist nowhere else."""
 
+import contextlib
 import errno
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, eventually, shorten
+from daemon_under_test import DaemonUnderTest, deadline, eventually, shorten
 from loop_disk import mounted
 from programs import need, refusal, run
 
@@ -120,3 +121,43 @@ def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Ma
     assert (daemon.path / "more").read_bytes() == more
     daemon.restart()
     assert (daemon.path / "moved").read_bytes() == data and (daemon.path / "more").read_bytes() == more
+
+
+@contextlib.contextmanager
+def frozen(place: Path) -> Iterator[None]:
+    """No change of the filesystem there returns while the block runs."""
+    run("fsfreeze", "-f", place)
+    try:
+        yield
+    finally:
+        run("fsfreeze", "-u", place)
+
+
+def test_one_that_hangs_costs_only_the_files_on_it(make_daemon: Make, data_path: str, nvme: Path) -> None:
+    """P1, P8: creates choose another tier, all else goes on, a kill costs no call, and `status` says what hangs."""
+    daemon = make_daemon(data_path, ram="32M", nvme=nvme, env=shorten(**{"tiers.health.PROBE_NORMAL_S": 1.0}))
+    daemon.expect_warning("nvme|new files go elsewhere|suspect|down: does not answer|killed")
+    for name in ("sealed", "removed"):
+        fill(daemon.path / name)
+    daemon.settle()
+    writing = os.open(daemon.path / "open", os.O_RDWR | os.O_CREAT)
+    for number in range(40):
+        os.pwrite(writing, bytes(MIB), number * MIB)
+    with frozen(nvme), deadline(daemon, 150.0):
+        fill(daemon.path / "large")
+        os.utime(daemon.path / "sealed", (1, 1))
+        work(daemon.path, "a")
+        assert (daemon.path / "large").stat().st_size == 40 * MIB
+        eventually(lambda: "nvme" in daemon.command("health", daemon.path, check=False).stdout, what="health tells that the device hangs")
+        assert "does not answer" in daemon.command("status", daemon.path).stdout
+        daemon.kill("mount")
+        work(daemon.path, "b")
+        os.close(writing)
+        os.unlink(daemon.path / "removed")
+        for number in range(12):
+            fill(daemon.path / f"step_{number}", 8 * MIB)
+        unsealed = "SELECT count(*) FROM content WHERE state = 1"
+        eventually(lambda: daemon.catalog(unsealed) == [(1,)], what="all but the file on the device is sealed")
+    eventually(lambda: daemon.command("health", daemon.path, check=False).returncode == 0, what="it is used again")
+    daemon.command("drain", daemon.path)
+    assert (daemon.pfs / "large").read_bytes() == (daemon.path / "large").read_bytes()

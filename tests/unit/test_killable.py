@@ -9,7 +9,7 @@ import trio
 from ckptfs_daemon.fuse import killable, session
 from ckptfs_daemon.mount.open_files.mover_client import MoverClient
 from ckptfs_daemon.mount.open_files.open_file import FetchWaiter, OpenFile
-from ckptfs_daemon.mount.open_files.tier_calls import run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import run_unless_cancelled
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 from opener import Opener
 
@@ -87,7 +87,7 @@ async def test_a_call_on_the_pfs_is_left_behind(serve: Callable[..., None]) -> N
         assert found == "descriptor"
         token.run_sync_soon(discarded.set)
 
-    assert await is_ended(lambda: run_on_pfs(act, discard))
+    assert await is_ended(lambda: run_unless_cancelled(Tier.PFS, act, discard))
     assert not discarded.is_set()
     answers.set()
     await discarded.wait()
@@ -96,9 +96,9 @@ async def test_a_call_on_the_pfs_is_left_behind(serve: Callable[..., None]) -> N
 async def test_a_call_on_the_pfs_that_ends_keeps_its_result(serve: Callable[..., None]) -> None:
     serve(killed=False)
     discarded: list[int] = []
-    assert await run_on_pfs(lambda: 7, discarded.append) == 7
+    assert await run_unless_cancelled(Tier.PFS, lambda: 7, discarded.append) == 7
     with pytest.raises(FileNotFoundError):
-        await run_on_pfs(lambda: os.open("/nowhere/at/all", os.O_RDONLY), discarded.append)
+        await run_unless_cancelled(Tier.PFS, lambda: os.open("/nowhere/at/all", os.O_RDONLY), discarded.append)
     assert discarded == []
 
 

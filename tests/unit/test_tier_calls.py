@@ -1,13 +1,14 @@
-"""Calls of the mount process on a PFS of which a part hangs."""
+"""Calls of the mount process on a tier of which a part hangs."""
 
 import threading
 
 import pytest
 import trio
 from ckptfs_daemon.mount.open_files import tier_calls
-from ckptfs_daemon.mount.open_files.tier_calls import PfsThreads, SlowCalls, run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import SlowCalls, TierThreads, run_in_thread
 
 from ckptfs import limits
+from ckptfs.model import Tier
 
 PATIENCE_S = 30.0
 
@@ -15,15 +16,16 @@ PATIENCE_S = 30.0
 @pytest.fixture
 def goes_on(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Have four threads for the PFS; calls that wait for the event count as hanging at once."""
-    monkeypatch.setattr(limits, "PFS_THREADS_MAX", 4)
+    monkeypatch.setattr(limits, "TIER_THREADS_MAX", 4)
     monkeypatch.setattr(limits, "PFS_STALLED_MAX", 2)
     monkeypatch.setattr(limits, "PFS_STALL_S", 0.01)
-    monkeypatch.setattr(tier_calls, "_PFS_THREADS", PfsThreads())
+    monkeypatch.setattr(tier_calls, "_THREADS", {Tier.NVME: TierThreads(), Tier.PFS: TierThreads()})
     return threading.Event()
 
 
-def test_calls_that_hang_hold_up_no_other_call(goes_on: threading.Event) -> None:
-    """P1: as many calls hang as there are threads, and another part of the PFS answers."""
+@pytest.mark.parametrize("tier", [Tier.NVME, Tier.PFS])
+def test_calls_that_hang_hold_up_no_other_call(goes_on: threading.Event, tier: Tier) -> None:
+    """P1: as many calls hang as there are threads, and another part of the tier answers."""
     begun = threading.Semaphore(0)
 
     async def main() -> None:
@@ -31,11 +33,11 @@ def test_calls_that_hang_hold_up_no_other_call(goes_on: threading.Event) -> None
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(SlowCalls().run)
                 async with trio.open_nursery() as hanging:
-                    for _ in range(limits.PFS_THREADS_MAX):
-                        hanging.start_soon(run_on_pfs, lambda: begun.release() or goes_on.wait())
-                    for _ in range(limits.PFS_THREADS_MAX):
+                    for _ in range(limits.TIER_THREADS_MAX):
+                        hanging.start_soon(run_in_thread, tier, lambda: begun.release() or goes_on.wait())
+                    for _ in range(limits.TIER_THREADS_MAX):
                         await trio.to_thread.run_sync(begun.acquire)
-                    assert await run_on_pfs(lambda: "answer") == "answer"
+                    assert await run_in_thread(tier, lambda: "answer") == "answer"
                     goes_on.set()
                 nursery.cancel_scope.cancel()
 
@@ -43,8 +45,8 @@ def test_calls_that_hang_hold_up_no_other_call(goes_on: threading.Event) -> None
 
 
 def test_the_number_of_calls_that_hang_is_bounded(goes_on: threading.Event) -> None:
-    threads, begun = PfsThreads(), threading.Semaphore(0)
-    most = limits.PFS_THREADS_MAX + limits.PFS_STALLED_MAX
+    threads, begun = TierThreads(), threading.Semaphore(0)
+    most = limits.TIER_THREADS_MAX + limits.PFS_STALLED_MAX
 
     def hang() -> None:
         begun.release()

@@ -37,7 +37,7 @@ from ckptfs.flow.share_blocks import ShareBlocks
 from ckptfs.flow.verify import CheckResult, Scrub
 from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
-from ckptfs.model import LOCAL_TIERS, Notifier, Tier
+from ckptfs.model import Notifier, Tier
 from ckptfs.quantities import format_count
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
@@ -55,7 +55,6 @@ from ckptfs_daemon.mover.tier_monitor import TierMonitor
 log = logging.getLogger(__name__)
 
 NICE = 5
-REMOTE_TIERS = (Tier.PFS,)
 TROUBLES_POLL_S = 2.0
 SILENCE_TROUBLE = "silent pfs:"
 SILENCE_REMEDY = "check whether the server of the PFS that holds it answers"
@@ -190,9 +189,9 @@ class _Flows:
         self.check_pfs = CheckPfs(db, tiers, config, notify)
         self._prepare = Prepare(db, tiers, config, notify)
         self.lanes: list[tuple[str, Flow]] = [
-            ("seal", Seal(db, tiers, config, notify, LOCAL_TIERS)),
+            ("seal", Seal(db, tiers, config, notify, (Tier.RAM,))),
             ("evict", Evict(db, tiers, config, notify)),
-            ("reclaim", Reclaim(db, tiers, config, notify, LOCAL_TIERS)),
+            ("reclaim", Reclaim(db, tiers, config, notify, (Tier.RAM,))),
             ("blocks", ShareBlocks(db, tiers)),
             ("scrub", Scrub(db, tiers, notify, _record_repaired)),
         ]
@@ -201,12 +200,11 @@ class _Flows:
         if config.pfs is not None:
             self.lanes += [("scan", self.scan)]
         if config.pfs is not None and not config.is_read_only:
-            self.lanes += [
-                ("seal pfs", Seal(db, tiers, config, notify, REMOTE_TIERS)),
-                ("reclaim pfs", Reclaim(db, tiers, config, notify, REMOTE_TIERS)),
-                ("write back", self._write_back),
-                ("check pfs", self.check_pfs),
-            ]
+            self.lanes += [("write back", self._write_back), ("check pfs", self.check_pfs)]
+        for tier in tiers:
+            if tier is Tier.NVME or (tier is Tier.PFS and not config.is_read_only):  # One that hangs must not hold up another.
+                self.lanes.append((f"seal {tier}", Seal(db, tiers, config, notify, (tier,))))
+                self.lanes.append((f"reclaim {tier}", Reclaim(db, tiers, config, notify, (tier,))))
         if cluster_services is not None:
             self.lanes += cluster_services.list_flows()
         if config.pfs is not None or cluster_services is not None:

@@ -79,7 +79,10 @@ class TierMonitor:
         while True:
             await trio.sleep(SILENCE_REPORT_S)
             now_s = trio.current_time()
-            await self._set_health(health.after_silence(self._health, now_s, now_s - begun_s))
+            verdict = health.after_silence(self._health, now_s, now_s - begun_s)
+            if verdict.state is not HealthState.NORMAL:
+                self._storage.record_silence()
+            await self._set_health(verdict)
 
     async def _set_health(self, verdict: Health) -> None:
         """Store the verdict, and report it if it is new."""

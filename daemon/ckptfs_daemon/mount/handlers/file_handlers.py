@@ -32,8 +32,16 @@ from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import SCANS_PER_REQUEST_MAX, ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES, OpenFile, open_pfs_file
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
-from ckptfs_daemon.mount.open_files.tier_calls import close_logged, open_on_pfs, run_in_thread, run_on_pfs
-from ckptfs_daemon.mount.opening.open_attempt import SET_ID_BITS, CreateAttempt, OpenAttempt
+from ckptfs_daemon.mount.open_files.tier_calls import (
+    close_logged,
+    open_on_pfs,
+    run_if_answered,
+    run_in_thread,
+    run_on_pfs,
+    run_unless_cancelled,
+)  # fmt: skip
+from ckptfs_daemon.mount.opening.create_attempt import CreateAttempt
+from ckptfs_daemon.mount.opening.open_attempt import SET_ID_BITS, OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 
@@ -140,7 +148,7 @@ class FileHandlers:
         with file.in_use():
             if file.tier in LOCAL_TIERS:
                 return await _run_on_tier(file.tier, lambda: os.pread(file.fd, size, offset))
-            return await run_on_pfs(lambda: os.pread(file.fd, size, offset), discard=lambda _: None)
+            return await run_unless_cancelled(Tier.PFS, lambda: os.pread(file.fd, size, offset), lambda _: None)
 
     async def write(self, fh: int, offset: int, data: bytes) -> int:
         """Write all of `data`. If a tier is full, move the content to the next one (P10)."""
@@ -248,6 +256,8 @@ class FileHandlers:
     async def _move_to(self, file: OpenFile, source: TierStorage, content: int, target: TierStorage) -> bool:
         """Copy, verify, record, and only then remove the source (P5)."""
         try:
+            if target.tier is Tier.NVME:
+                await run_if_answered(target, target.probe)
             fd = await run_in_thread(target.tier, lambda: local_copies.copy_open(file.fd, target, content))
         except (OSError, CkptfsError) as failure:
             level = logging.DEBUG if failure.errno in health.FULL_ERRNOS else logging.INFO

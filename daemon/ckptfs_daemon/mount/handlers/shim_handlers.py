@@ -39,7 +39,7 @@ from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers, require_fil
 from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
 from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread
-from ckptfs_daemon.mount.opening.open_attempt import CreateAttempt
+from ckptfs_daemon.mount.opening.create_attempt import CreateAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenResult
 
 # After fuse.session, which loads the shim before pyfuse3.

@@ -39,7 +39,7 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason
 from ckptfs_daemon.mount.open_files.mover_client import MoverClient
-from ckptfs_daemon.mount.open_files.tier_calls import close_logged, open_on_pfs, run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, open_on_pfs, run_in_thread
 
 log = logging.getLogger(__name__)
 
@@ -155,10 +155,8 @@ class OpenFile:
         storage, content = self.storage, self.content
         if storage is None or content is None or self.fetch_waiter is not None:
             return
-        if storage.tier is Tier.PFS:
-            self.last_status = await run_on_pfs(lambda: storage.set_times(content, atime_ns, mtime_ns))
-        else:
-            self.last_status = storage.set_times(content, atime_ns, mtime_ns)
+        set_times = functools.partial(storage.set_times, content, atime_ns, mtime_ns)
+        self.last_status = set_times() if storage.tier is Tier.RAM else await run_in_thread(storage.tier, set_times)
 
     async def wait_moved(self) -> None:
         while self.move_done is not None:
@@ -243,13 +241,18 @@ async def open_for_writing(storage: TierStorage, content: int) -> int:
             await killable.sleep(limits.LEASE_POLL_S)
 
 
+def has_other_times(fd: int, row: Inode) -> bool:
+    """Return whether the times of a backing file differ from those of its inode."""
+    status = os.fstat(fd)
+    return (status.st_atime_ns, status.st_mtime_ns) != (row.atime_ns, row.mtime_ns)
+
+
 def set_inode_times(fd: int, row: Inode) -> None:
     """Set the times of a backing file to those of its inode, before the file becomes the truth about them.
 
     A disk that became read-only keeps its times, and can still be read.
     """
-    status = os.fstat(fd)
-    if (status.st_atime_ns, status.st_mtime_ns) != (row.atime_ns, row.mtime_ns):
+    if has_other_times(fd, row):
         try:
             os.utime(fd, ns=(row.atime_ns, row.mtime_ns))
         except OSError as failure:
@@ -382,7 +385,7 @@ class FetchWaiter:
             return  # It was deleted again; the next refresh sees that.
         row = inodes.get(self._db, file.inode)
         if storage.tier is not Tier.PFS:
-            set_inode_times(fd, row)
+            await run_in_thread(storage.tier, lambda: set_inode_times(fd, row))
         await self._switch_descriptor(file, storage, fd)
         file.last_status = None
         file.atime_ns = row.atime_ns

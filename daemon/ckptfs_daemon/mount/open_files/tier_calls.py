@@ -4,13 +4,14 @@ close(2) may write back or ask a server, and frees the pages of a file without a
 of a file on the PFS hangs as long as the PFS does. None of them may run in the trio thread, which serves everything else.
 
 Invariants:
-- Calls on the PFS have threads of their own, so that one that hangs holds up no other tier. Nor does it hold up calls on other parts of the
-  PFS: its thread does not count.
+- Calls on NVMe and on the PFS have threads of their own, so that one that hangs holds up no other tier. Nor does it hold up calls on other
+  parts of its tier: its thread does not count.
 - Without the task of `SlowCalls` (before and after the service, and in tests), one of its calls runs at once.
 
 Crash safety: the kernel closes the descriptors of a process that ends. Code that depends on the result of a call has rows in the catalog.
 """
 
+import errno
 import functools
 import logging
 import math
@@ -24,7 +25,9 @@ import trio
 
 from ckptfs import limits
 from ckptfs.bounded_waits import list_stalled
-from ckptfs.model import LOCAL_TIERS, Tier
+from ckptfs.errors import posix_error
+from ckptfs.model import Tier
+from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon.fuse.killable import killable_wait
 
 log = logging.getLogger(__name__)
@@ -33,11 +36,14 @@ T = TypeVar("T")
 _Task = Callable[[], Awaitable[None]]
 
 
-class PfsThreads:
-    """Threads for calls on the PFS. Others run in place of those that hang. Belongs to the trio thread."""
+class TierThreads:
+    """Threads for calls on a tier that may hang. Belongs to the trio thread.
+
+    Others run in place of those that hang.
+    """
 
     def __init__(self) -> None:
-        self._limiter = trio.CapacityLimiter(limits.PFS_THREADS_MAX)
+        self._limiter = trio.CapacityLimiter(limits.TIER_THREADS_MAX)
         self._began_s: dict[int, float] = {}
         """Thread -> when its call began."""
 
@@ -56,24 +62,27 @@ class PfsThreads:
 
     def relieve(self) -> None:
         """Let one call more run for each that hangs now."""
-        self._limiter.total_tokens = limits.PFS_THREADS_MAX + len(list_stalled(self._began_s))
+        self._limiter.total_tokens = limits.TIER_THREADS_MAX + len(list_stalled(self._began_s))
 
 
-_PFS_THREADS = PfsThreads()
+_THREADS = {Tier.NVME: TierThreads(), Tier.PFS: TierThreads()}
 
 
 async def run_in_thread(tier: Tier | None, act: Callable[[], T]) -> T:
-    """Run a slow `act` on `tier` in a thread; on the PFS (also for None) in a thread that may hang."""
-    return await (trio.to_thread.run_sync(act) if tier in LOCAL_TIERS else run_on_pfs(act))
+    """Run a slow `act` on `tier` (None: the PFS) in a thread, which may hang as long as the tier does."""
+    return await (trio.to_thread.run_sync(act) if tier is Tier.RAM else _THREADS[tier or Tier.PFS].run(act))
 
 
-async def run_on_pfs(act: Callable[[], T], discard: Callable[[T], None] | None = None) -> T:
-    """Run `act` in a thread that may hang as long as the PFS does, and of which there are not too many.
+async def run_on_pfs(act: Callable[[], T]) -> T:
+    """Run `act` in a thread that may hang as long as the PFS does, and of which there are not too many."""
+    return await run_in_thread(Tier.PFS, act)
 
-    `discard`: `act` changes nothing, so it is not awaited to its end if the caller is killed. `discard` then gets its result. Raises EINTR.
+
+async def run_unless_cancelled(tier: Tier, act: Callable[[], T], discard: Callable[[T], None]) -> T:
+    """Run `act` on NVMe or the PFS, as `run_in_thread`; leave it if the caller is killed or cancelled.
+
+    `discard` then gets its result. Raises EINTR.
     """
-    if discard is None:
-        return await _PFS_THREADS.run(act)
     results: list[T] = []
     claim = [True]
     """Who empties it second, the thread or this task, knows that the result is not wanted. Both may try at the same moment."""
@@ -85,12 +94,23 @@ async def run_on_pfs(act: Callable[[], T], discard: Callable[[T], None] | None =
 
     try:
         with killable_wait():
-            await _PFS_THREADS.run(run)
+            await _THREADS[tier].run(run)
     except BaseException:
         if not _take(claim) and results:
             discard(results[0])
         raise
     return results[0]
+
+
+async def run_if_answered(storage: TierStorage, act: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
+    """Run `act`, the first of several calls on NVMe, as `run_unless_cancelled`.
+
+    If NVMe does not answer, new files go elsewhere, and this raises ETIMEDOUT.
+    """
+    with trio.move_on_after(limits.PFS_STALL_S):
+        return await run_unless_cancelled(storage.tier, act, discard)
+    storage.record_silence()
+    raise posix_error(errno.ETIMEDOUT)
 
 
 def _take(claim: list[bool]) -> bool:
@@ -103,7 +123,7 @@ def _take(claim: list[bool]) -> bool:
 
 async def open_on_pfs(open_file: Callable[[], int]) -> int:
     """Return the descriptor that `open_file` opens on the PFS. Raises EINTR if the caller is killed."""
-    return await run_on_pfs(open_file, lambda fd: close_logged(fd, Tier.PFS))
+    return await run_unless_cancelled(Tier.PFS, open_file, lambda fd: close_logged(fd, Tier.PFS))
 
 
 class SlowCalls:
@@ -111,8 +131,8 @@ class SlowCalls:
 
     def __init__(self) -> None:
         self._send: trio.MemorySendChannel[_Task] | None = None
-        self._local_threads = trio.CapacityLimiter(limits.FREE_THREADS_MAX)
-        self._pfs_threads = PfsThreads()
+        self._ram_threads = trio.CapacityLimiter(limits.FREE_THREADS_MAX)
+        self._threads = {Tier.NVME: TierThreads(), Tier.PFS: TierThreads()}
 
     @property
     def is_running(self) -> bool:
@@ -132,7 +152,7 @@ class SlowCalls:
     async def _relieve(self) -> None:
         while True:
             await trio.sleep(limits.PFS_STALL_S)
-            for threads in (_PFS_THREADS, self._pfs_threads):
+            for threads in (*_THREADS.values(), *self._threads.values()):
                 threads.relieve()
 
     def start(self, act: Callable[[], T], tier: Tier | None, then: Callable[[T], None] | None = None, after: _Task | None = None) -> None:
@@ -141,10 +161,10 @@ class SlowCalls:
         async def run() -> None:
             if after is not None:
                 await after()
-            if tier in LOCAL_TIERS:
-                result = await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=self._local_threads)
+            if tier is Tier.RAM:
+                result = await trio.to_thread.run_sync(act, abandon_on_cancel=True, limiter=self._ram_threads)
             else:
-                result = await self._pfs_threads.run(act)
+                result = await self._threads[tier or Tier.PFS].run(act)
             if then is not None:
                 then(result)
 

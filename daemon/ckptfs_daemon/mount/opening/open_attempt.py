@@ -1,4 +1,4 @@
-"""One open or create: attempts that either commit without a yield point or change nothing.
+"""One open: attempts that either commit without a yield point or change nothing.
 
 An attempt loads or inserts the rows (`_load_or_create`), lets `open_decision` choose, acts on files and descriptors (`_act`), and records
 handle and reply in the same transaction (`_record`). If it must wait, it raises `MustWait`; `run` waits and starts the next attempt.
@@ -21,7 +21,7 @@ from typing import Any
 import trio
 
 from ckptfs import disk, lifecycle, limits
-from ckptfs.catalog import contents, copies, handles, history, inodes, mover_requests, namespace
+from ckptfs.catalog import contents, copies, handles, history, inodes, mover_requests
 from ckptfs.catalog.contents import FileContent
 from ckptfs.errors import Busy, CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.flow import open_decision
@@ -31,17 +31,17 @@ from ckptfs.tiers.prepared import PreparedFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import killable
-from ckptfs_daemon.fuse.request import Request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way, choose_way
 from ckptfs_daemon.mount.open_files.open_file import (
     NONBLOCKING_WRITE,
     FetchWaiter,
     OpenFile,
+    has_other_times,
     open_pfs_file,
     set_inode_times,
 )
-from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_in_thread, run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_in_thread, run_unless_cancelled
 from ckptfs_daemon.mount.opening import separation, tier_choice
 from ckptfs_daemon.mount.opening.open_request import MustWait, OpenRequest, OpenResult
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
@@ -60,13 +60,15 @@ class OpenAttempt:
         self._open_request = open_request
         self._undo: list[tuple[Any, ...]] = []
         """Calls that undo the attempt that runs, last first: (function, its arguments)."""
-        self._new_pfs_file: tuple[int, int] | None = None
-        """(content, descriptor) of a new file on the PFS that no attempt has taken yet."""
+        self._new_file: tuple[TierStorage, int, int, int] | None = None
+        """(tier, flags, content, descriptor) of a new file outside RAM that no attempt has taken yet."""
         self._pfs_fd = -1
         self._pfs_facts: tier_choice.PfsFacts | None = None
         """What was read beside the descriptor that was opened on the PFS last."""
         self._refusing_tiers: set[Tier] = set()
         """Tiers that could not make the file."""
+        self._dated_content: int | None = None
+        """A content whose file on NVMe has got the times of its inode, if that was possible."""
         self._truncated: OpenFile | None = None
         self._unsealed_content: int | None = None
         self._limit_reason = tier_choice.find_limit_reason(context, open_request) if open_request.is_writer else Reason.NONE
@@ -189,21 +191,22 @@ class OpenAttempt:
         storage = self._context.tiers[tier]
         changed_ns = None if is_new_file or self._files.kernel_owns_times else time.time_ns()
         times = held.inode.atime_ns, held.inode.mtime_ns if changed_ns is None else changed_ns
-        if tier is Tier.PFS:
-            content, fd = self._take_new_pfs_file(storage, times)
-            contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
-        else:
+        flags = os.O_RDWR if reason or tier is Tier.PFS else os.O_RDONLY
+        if tier is Tier.RAM:
             content = contents.insert_content(self._db, held.inode.id, tier, changed_ns=changed_ns)
-            fd = self._create_local(storage, content, os.O_RDWR if reason else os.O_RDONLY, times, prepared_file)
+            fd = self._create_in_ram(storage, content, flags, times, prepared_file)
+        else:
+            content, fd = self._take_new_file(storage, flags, times)
+            contents.insert_content(self._db, held.inode.id, tier, reserved_content=content, changed_ns=changed_ns)
         file = self._register_open_file(held, content, storage, fd, reason=reason)
         file.expected_bytes = expected_bytes
         file.prepared_bytes = prepared_file.size_bytes if prepared_file is not None else 0
         return file
 
-    def _create_local(
+    def _create_in_ram(
         self, storage: TierStorage, content: int, flags: int, times: tuple[int, int], prepared_file: PreparedFile | None
     ) -> int:
-        """Create a file in RAM or NVMe. If that fails, the next attempt chooses another tier (P10)."""
+        """Create a file in RAM. If that fails, the next attempt chooses another tier (P10)."""
         try:
             self._undo.append((storage.remove, content))
             fd = self._create_file(storage, content, flags, prepared_file)
@@ -252,9 +255,11 @@ class OpenAttempt:
             self._mark_content_open(held, content, storage)
         else:
             reason = tier_choice.find_hole_reason(self._context, self._open_request, storage, fd)
-        if tier is not Tier.PFS:
+        if tier is Tier.RAM:
             set_inode_times(fd, held.inode)
-        elif is_writer:
+        elif tier is Tier.NVME and has_other_times(fd, held.inode) and self._dated_content != content:
+            raise MustWait(lambda: self._set_times_on_nvme(storage, content, held.inode))
+        elif tier is Tier.PFS and is_writer:
             reason = tier_choice.find_buffered_reason(self._context, storage, 0, self._limit_reason, self._pfs_facts)
         return self._register_open_file(held, content, storage, fd, reason=reason)
 
@@ -405,12 +410,17 @@ class OpenAttempt:
         """Give back what was waited for and then not needed."""
         if self._pfs_fd >= 0:
             self._files.slow_calls.close(self._pfs_fd, Tier.PFS)
-        if self._new_pfs_file is not None:
-            self._files.slow_calls.close(self._new_pfs_file[1], Tier.PFS)
-            with self._db.transaction() as db:
-                contents.mark_doomed(db, self._new_pfs_file[0])
+        self._discard_new_file()
         if self._unsealed_content is not None:
             self._reclose(self._unsealed_content)
+
+    def _discard_new_file(self) -> None:
+        if self._new_file is not None:
+            storage, _, content, fd = self._new_file
+            self._new_file = None
+            self._files.slow_calls.close(fd, storage.tier)
+            with self._db.transaction() as db:
+                contents.mark_doomed(db, content)
 
     def _reclose(self, content: int) -> None:
         """Close a content that was unsealed for a writer that failed to open it. Its seal finds its size."""
@@ -463,39 +473,43 @@ class OpenAttempt:
             fd = storage.open(content, flags & ~os.O_NONBLOCK)
             return fd, tier_choice.read_pfs_facts(fd)
 
-        self._pfs_fd, self._pfs_facts = await run_on_pfs(open_file, lambda found: close_logged(found[0], Tier.PFS))
+        self._pfs_fd, self._pfs_facts = await run_unless_cancelled(Tier.PFS, open_file, lambda found: close_logged(found[0], Tier.PFS))
 
     def _take_pfs_fd(self) -> int:
         fd, self._pfs_fd = self._pfs_fd, -1
         return fd
 
-    def _take_new_pfs_file(self, storage: TierStorage, times: tuple[int, int]) -> tuple[int, int]:
-        """Return (content, descriptor) of a new file on the PFS. Raises MustWait if there is none yet."""
-        if self._new_pfs_file is None:
-            raise MustWait(lambda: self._create_on_pfs(storage, times))
-        taken, self._new_pfs_file = self._new_pfs_file, None
-        self._undo.append((setattr, self, "_new_pfs_file", taken))
-        return taken
+    def _take_new_file(self, storage: TierStorage, flags: int, times: tuple[int, int]) -> tuple[int, int]:
+        """Return (content, descriptor) of a new file outside RAM. Raises MustWait if there is none yet."""
+        if self._new_file is None or self._new_file[:2] != (storage, flags):
+            raise MustWait(lambda: self._create_in_thread(storage, flags, times))
+        taken, self._new_file = self._new_file, None
+        self._undo.append((setattr, self, "_new_file", taken))
+        return taken[2:]
 
-    async def _create_on_pfs(self, storage: TierStorage, times: tuple[int, int]) -> None:
+    async def _create_in_thread(self, storage: TierStorage, flags: int, times: tuple[int, int]) -> None:
+        """Create a file outside RAM for the next attempt. If that fails, it chooses another tier (P10)."""
+        self._discard_new_file()
         with self._db.transaction() as db:
-            content = contents.insert_reserved_content(db, Tier.PFS)
-
-        def create() -> tuple[int, tier_choice.PfsFacts]:
-            fd = storage.create(content)
-            os.utime(fd, ns=times)
-            return fd, tier_choice.read_pfs_facts(fd)
-
+            content = contents.insert_reserved_content(db, storage.tier)
         try:
-            fd, self._pfs_facts = await run_on_pfs(create)
-            self._new_pfs_file = content, fd
+            fd, self._pfs_facts = await tier_choice.create_file(storage, content, flags, times)
+            self._new_file = storage, flags, content, fd
         except BaseException as failure:
             with self._db.transaction() as db:
                 contents.mark_doomed(db, content)
             if not isinstance(failure, (OSError, CkptfsError)):
                 raise
-            log.debug("the PFS cannot take a file: %s", failure)
-            self._refusing_tiers.add(Tier.PFS)
+            log.debug("%s cannot take a file: %s", storage.tier, failure)
+            self._refusing_tiers.add(storage.tier)
+
+    async def _set_times_on_nvme(self, storage: TierStorage, content: int, row: Inode) -> None:
+        def set_times() -> None:
+            with disk.closing(storage.open(content)) as fd:
+                set_inode_times(fd, row)
+
+        await run_in_thread(storage.tier, set_times)
+        self._dated_content = content
 
     async def _mark_unsealed(self, held: FileContent, content: int, tier: Tier) -> None:
         with self._db.transaction() as db:
@@ -554,45 +568,6 @@ class OpenAttempt:
 
     def _get_path(self) -> str:
         return inodes.get_shown_path(self._db, self._open_request.inode)
-
-
-class CreateAttempt(OpenAttempt):
-    """The attempts at one create: name, inode, content and handle in one transaction, or none of them."""
-
-    def __init__(
-        self, context: MountContext, request: Request, parent: int, name: bytes, mode: int, owner: tuple[int, int], pid: int
-    ) -> None:
-        super().__init__(context, OpenRequest(0, is_writer=True, truncates=False, fuse_request=request, pid=pid))
-        self._parent, self._name, self._mode, self._owner = parent, name, mode, owner
-        self._inode: Inode | None = None
-        self.allow_unimported = False
-
-    def try_nonblocking(self) -> OpenResult | None:
-        """Create without waiting. Returns None, and changes nothing, if something must be waited for."""
-        try:
-            return self._attempt()
-        except (MustWait, NoSpace):
-            return None
-
-    @property
-    def inode(self) -> Inode:
-        """Return the new inode, after success."""
-        assert self._inode is not None
-        return self._inode
-
-    def _load_or_create(self) -> FileContent:
-        """Insert the inode and its name. Raises what `namespace.create` raises, NotImported too."""
-        uid, gid = self._owner
-        self._inode = namespace.create(
-            self._db, self._parent, self._name, self._mode, uid=uid, gid=gid, allow_unimported=self.allow_unimported
-        )
-        return FileContent(self._inode, None, None, (), False)
-
-    def _act(self, file: OpenFile | None, held: FileContent) -> OpenFile:
-        expected_bytes = self._files.expected_sizes.get(self._parent, self._name)
-        created = self._create_content(held, expected_bytes, is_new_file=True)
-        created.created_as = (self._parent, self._name)
-        return created
 
 
 def _truncate_content(storage: TierStorage, content: int) -> None:

@@ -25,6 +25,7 @@ from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_if_answered, run_in_thread
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
 
 
@@ -38,6 +39,30 @@ class PfsFacts(NamedTuple):
 def read_pfs_facts(fd: int) -> PfsFacts:
     """May hang."""
     return PfsFacts(disk.fstat(fd), space.read_capacity(fd))
+
+
+async def create_file(storage: TierStorage, content: int, flags: int, times: tuple[int, int]) -> tuple[int, PfsFacts | None]:
+    """Create the file of a content outside RAM, in a thread. Return a descriptor, and facts of the PFS.
+
+    Raises OSError; ETIMEDOUT if NVMe does not answer, as another tier may have room.
+    """
+
+    def create() -> tuple[int, PfsFacts | None]:
+        fd = storage.create(content, flags)
+        try:
+            os.utime(fd, ns=times)
+            return fd, read_pfs_facts(fd) if storage.tier is Tier.PFS else None
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def discard(created: tuple[int, PfsFacts | None]) -> None:
+        close_logged(created[0], storage.tier)
+        storage.remove(content)
+
+    if storage.tier is Tier.PFS:
+        return await run_in_thread(storage.tier, create)
+    return await run_if_answered(storage, create, discard)
 
 
 class Placement(NamedTuple):
