@@ -372,8 +372,8 @@ SETTINGS: tuple[Setting, ...] = (
         "How much of the RAM tier may be prepared for the next checkpoint while it is free: a size, a percentage of the tier, or 0 for\n"
         "none. Prepared memory is given back as soon as anything else needs it."),
     Setting("huge_pages", "huge_pages", parse_bool, True,
-        "Whether the RAM tier uses huge pages (tmpfs with huge=within_size), if the kernel has them. Not for ordinary users, whose tier\n"
-        "is a directory in /dev/shm."),
+        "Whether the RAM tier uses huge pages (tmpfs with huge=within_size), if the kernel has them. On a virtual machine that gives\n"
+        "free memory back to its host, only prepared memory has them. Not for ordinary users, whose tier is a directory in /dev/shm."),
     Setting("synced_interval", "synced_interval_s", parse_seconds, "60s",
         "Shortest interval between write-backs of a file that stays open and is fsynced."),
     Setting("refresh_interval", "refresh_interval_s", parse_seconds, "5m",

@@ -29,6 +29,7 @@ from ckptfs import cgroups, limits, mount_record, procfs, runtime_dir
 from ckptfs.cgroups import MemoryLimit
 from ckptfs.config import RAM_BYTES_MIN, Config
 from ckptfs.errors import CkptfsError, InvalidArgument
+from ckptfs.tiers import huge_pages
 from ckptfs_daemon.fuse import connection
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ BUSY_WAIT_S = 5.0
 """The kernel closes the backing files of a FUSE connection a moment after the connection has ended."""
 SHARED_MEMORY = Path("/dev/shm")
 SIZE_STEP_BYTES = 4096
-TMPFS_FLAGS = connection.MS_NOSUID | connection.MS_NODEV
 
 
 def acquire_lock(state: Path, *, is_read_only: bool = False) -> int:
@@ -158,13 +158,13 @@ def prepare_ram_tier(config: Config) -> Path:
     mounted = connection.find_mount_at(point)
     try:
         if mounted is None:
-            _mount_ram_tier(point, size_bytes, huge_pages=config.huge_pages)
+            connection.mount_at("ckptfs-ram", point, "tmpfs", huge_pages.TMPFS_FLAGS, f"mode=0700,size={size_bytes},nr_inodes=0")
         elif mounted.fstype != "tmpfs":
             raise InvalidArgument(f"{point} has a {mounted.fstype} mounted, not the tmpfs of ckptfs", remedy=f"umount {point}")
         else:
             log.info("%s: the RAM tier is still mounted; taking it over", point)
             _resize_ram_tier(point, size_bytes)
-            _set_huge_pages(point, config.huge_pages)
+        huge_pages.set_for_fresh_files(point, config.huge_pages)
     except OSError as failure:
         raise CkptfsError(f"the RAM tier cannot be mounted at {point}: {failure.strerror}") from failure
     return point
@@ -190,24 +190,9 @@ def warn_of_low_limit(size_bytes: int, limit: MemoryLimit) -> None:
         )  # fmt: skip
 
 
-def _mount_ram_tier(point: Path, size_bytes: int, *, huge_pages: bool) -> None:
-    connection.mount_at("ckptfs-ram", point, "tmpfs", TMPFS_FLAGS, f"mode=0700,size={size_bytes},nr_inodes=0")
-    _set_huge_pages(point, huge_pages)
-
-
-def _set_huge_pages(point: Path, wanted: bool) -> None:
-    """Let new files of the tmpfs use huge pages, or not. Kernels without them refuse the option."""
-    flags = connection.MS_REMOUNT | TMPFS_FLAGS
-    try:
-        connection.mount_at("ckptfs-ram", point, "tmpfs", flags, f"huge={'within_size' if wanted else 'never'}")
-    except OSError as failure:
-        if wanted:
-            log.info("%s: the RAM tier has no huge pages: %s", point, failure.strerror)
-
-
 def _resize_ram_tier(point: Path, size_bytes: int) -> None:
     try:
-        connection.mount_at("ckptfs-ram", point, "tmpfs", connection.MS_REMOUNT | TMPFS_FLAGS, f"mode=0700,size={size_bytes}")
+        connection.mount_at("ckptfs-ram", point, "tmpfs", connection.MS_REMOUNT | huge_pages.TMPFS_FLAGS, f"mode=0700,size={size_bytes}")
     except OSError as failure:
         if failure.errno != errno.EINVAL:
             raise
