@@ -497,7 +497,7 @@ SET_RETRY_S = 1.0
 SET_RETRY_MAX_S = 60.0
 # How often a series is asked what it keeps while an older set waits until a newer one is as safe.
 SET_REVIEW_S = 2.0
-# A directory whose names were read pauses for SET_SEARCH_PAUSE times as long as that took; so does one with a removal that waited.
+# After a search the tracker pauses SET_SEARCH_PAUSE times as long, up to SET_POLL_S. So does, without bound, a directory that was read.
 SET_SEARCH_PAUSE = 10
 # A set that a program got as the newest stays for SET_NAMED_S, if RAM and NVMe have room for two more: it is about to be read.
 SET_NAMED_S = 30.0

@@ -80,7 +80,10 @@ class SetTracker:
         self._maker = SetMaker(context, changes, reader, self._refresh, on_unlinked)
         self._releases = SetRelease(context, self._refresh)
         self._review = SetReview(context, changes, reader, self._refresh, self._maker, on_unlinked, self._releases.add)
-        self._woken = trio.Event()
+        self._woken, self._awaited = trio.Event(), trio.Event()
+        """There may be new candidates; and a change waits for them."""
+        self._search_s = 0.0
+        """The processor time of the search of the last batch."""
         self._wakes, self._wakes_at_last_pass = 0, -1
         """How often it was woken, and how often before it last processed all candidates in one batch."""
         self._last_inode = 0
@@ -129,6 +132,7 @@ class SetTracker:
                     if one.row in unprocessed:
                         one.due_s = min(one.due_s, trio.current_time() + limits.SET_RETRY_S)
                 self.wake()
+                self._awaited.set()
                 await self._batch_ended.wait()
         if waited_s := trio.current_time() - now_s:
             self._wait_pauses = {one: until_s for one, until_s in self._wait_pauses.items() if until_s > now_s}
@@ -223,13 +227,16 @@ class SetTracker:
         with trio.move_on_after(seconds):
             await self._woken.wait()
         await trio.sleep(limits.SET_GATHER_S)
-        self._woken = trio.Event()
+        with trio.move_on_after(min(limits.SET_SEARCH_PAUSE * self._search_s, limits.SET_POLL_S)):
+            await self._awaited.wait()
+        self._woken, self._awaited = trio.Event(), trio.Event()
 
     # --- candidates ---------------------------------------------------------------------------------------------------
 
     async def _process_candidates(self) -> bool:
         """Process a batch of candidates. Return True if there are more."""
         wakes, is_first = self._wakes, not self._last_inode
+        self._search_s = 0.0
         rows = namespace.list_candidates(self._context.db, self._last_inode, limits.SET_CANDIDATES_MAX)
         self._last_inode = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
         due_s = self._candidate_due_s | {one.row: one.due_s for one in self._waiting.values()}
@@ -265,6 +272,7 @@ class SetTracker:
         search = MemberSearch(db, frozenset(self._directory_pauses))
         by_inode = await trio.to_thread.run_sync(search.find, candidates)
         found = {row: by_inode[row[0]] for row in rows}
+        self._search_s = search.cpu_s
         self._directory_pauses |= {directory: trio.current_time() + seconds for directory, seconds in search.pauses_s.items()}
         self._candidate_due_s |= {row: max(self._directory_pauses.values()) for row, members in found.items() if members is None}
         # A file that is written gets another inode than its name in the history. So its one member needs no new set because of it.
@@ -399,15 +407,19 @@ class MemberSearch:
         """The places of each directory."""
         self._directories: dict[int, _DirectoryNames] = {}
         self._kinds: dict[int, bool] = {}
+        self.cpu_s = 0.0
+        """The processor time of `find`."""
         self.pauses_s: dict[int, float] = defaultdict(float)
         """For how long not to read each directory again: a multiple of the time that it took to read."""
 
     def find(self, inodes: Sequence[int]) -> dict[int, list[FoundMember] | None]:
         """Return the members by inode, the innermost first; None if a directory on the way is paused."""
+        began_s = time.thread_time()
         found = {inode: self._find(inode) for inode in inodes}
         for inode in set_members.list_committed(self._db, inodes):
             if found[inode] == []:
                 found[inode] = self._build_committed(inode)
+        self.cpu_s = time.thread_time() - began_s
         return found
 
     def _find(self, inode: int) -> list[FoundMember] | None:
