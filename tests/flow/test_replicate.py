@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from ckptfs.catalog.exposure import UrgentOrder
 from ckptfs.clique import locations
 from ckptfs.clique.peer_api import PeerCorrupt, PeerFailed
 from ckptfs.flow.copy_records import AnnounceCopies
-from ckptfs.model import ContentState, CopyState, Level, Tier
+from ckptfs.flow.replicate.peer_queues import PeerBackoff
+from ckptfs.model import Content, ContentState, CopyState, Level, Tier
 from ckptfs.store.kv import Delete
 
 BLOCK = limits.BLOCK_BYTES
@@ -101,6 +103,31 @@ def test_a_failed_copy_is_retried(tmp_path: Path) -> None:
     flow.step()
     until(lambda: failures[0] < 2 and flow.next_due_s() is not None)
     until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+
+
+@pytest.mark.parametrize("is_ended_by_a_user", [True, False])
+def test_a_wait_that_ends_during_a_plan_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ended_by_a_user: bool) -> None:
+    """G1: what the plan has passed over until then may be the most urgent. It goes first with the next plan, and that comes at once."""
+    monkeypatch.setattr(limits, "PEER_SENDS_MAX", 1)
+    _, one, two = make_cluster(tmp_path, 2)
+    written = [one.written(b"%d" % number, os.urandom(2 * MIB)) for number in range(3)]
+    flow, backoff = replicate_of(one), PeerBackoff()
+    backoff._nodes[two.number] = time.monotonic() + 60, 60
+    monkeypatch.setattr(flow, "_backoff", backoff)
+    plan = flow._plan
+
+    def end_wait(content: Content, tier: Tier) -> None:
+        plan(content, tier)
+        if is_ended_by_a_user:
+            flow.retry_now()
+        else:
+            backoff._nodes[two.number] = time.monotonic(), 60
+
+    monkeypatch.setattr(flow, "_plan", end_wait)
+    flow.step()
+    assert is_ended_by_a_user or flow.next_due_s() is not None
+    until(lambda: level(one, written[-1]) is Level.CLIQUE, flow.step)
+    assert [content for _, content, _ in one.peers.sent] == written
 
 
 def test_a_content_that_is_reopened_during_a_copy_does_not_count(tmp_path: Path) -> None:

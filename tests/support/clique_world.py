@@ -370,8 +370,8 @@ def offer_of(node: Node, content: int) -> Offer:
 
 
 def is_at_rest(flow: Replicate) -> bool:
-    """Nothing is queued or being sent."""
-    return not any(load.waiting_files or load.sending_files for load in flow.list_loads())
+    """Nothing is queued or being sent, and no thread is about to plan what to send next."""
+    return not any(queue.threads for queue in flow._queues._queues.values())
 
 
 def cluster_of(node: Node) -> Cluster:

@@ -92,6 +92,7 @@ class Replicate:
     # --- planning ----------------------------------------------------------------------------------------------------
 
     def _plan_batch(self) -> bool:
+        self._backoff.begin_plan()
         if not self._cluster.has_peers():
             return False
         # If this step fails, the next one begins with the first content.

@@ -153,12 +153,26 @@ def _is_small(job: Job) -> bool:
 
 
 class PeerBackoff:
-    """Which peers and contents are avoided, and until when. Thread-safe."""
+    """Which peers and contents are avoided, and until when. Thread-safe.
+
+    A wait ends for whole plans only. If it ended during one, what that plan has passed over would come after less urgent contents.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._nodes: dict[int, tuple[float, float]] = {}
         self._contents: dict[tuple[int, int], tuple[float, float]] = {}
+        self._planned_s = 0.0
+        self._is_cleared = False
+
+    def begin_plan(self) -> None:
+        """End the waits that are over, or that `clear` ended, for the plan that begins."""
+        with self._lock:
+            self._planned_s = time.monotonic()
+            if self._is_cleared:
+                self._is_cleared = False
+                self._nodes.clear()
+                self._contents.clear()
 
     def record_failure(self, node: int) -> bool:
         """Avoid a peer that failed. Return True if it was not avoided before."""
@@ -186,25 +200,24 @@ class PeerBackoff:
             self._nodes.pop(node, None)
 
     def list_avoided(self, content: int | None = None) -> frozenset[int]:
-        """Return the peers that are avoided now, with those that are for this content."""
-        now_s = time.monotonic()
+        """Return the peers that are avoided by the present plan, with those that are for this content."""
         with self._lock:
+            now_s = self._planned_s
             nodes = {node for node, (until_s, _) in self._nodes.items() if until_s > now_s}
             return frozenset(nodes | {node for (node, of), (until_s, _) in self._contents.items() if of == content and until_s > now_s})
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the first backoff ends; None without one."""
-        now_s = time.monotonic()
+        """Return the seconds until the first backoff ends that the last plan obeyed; None without one."""
         with self._lock:
+            now_s = self._planned_s
             # An old backoff was used for a retry, or its content is not under-replicated any more.
             self._contents = {key: wait for key, wait in self._contents.items() if wait[0] > now_s - limits.RETRY_LAST_S}
-            waits = [until_s - now_s for until_s, _ in (*self._nodes.values(), *self._contents.values()) if until_s > now_s]
-        return min(waits) if waits else None
+            waits = [until_s for until_s, _ in (*self._nodes.values(), *self._contents.values()) if until_s > now_s]
+        return max(0.0, min(waits) - time.monotonic()) if waits else None
 
     def clear(self) -> None:
-        with self._lock:
-            self._nodes.clear()
-            self._contents.clear()
+        """End all waits with the next plan."""
+        self._is_cleared = True
 
 
 def _build_next_wait(previous: tuple[float, float] | None) -> tuple[float, float]:
