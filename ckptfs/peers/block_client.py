@@ -194,7 +194,7 @@ class FetchWorker:
 
     def _run(self) -> None:
         try:
-            with hold_slot(self.link.read_slots, lambda: not self._job.is_stopped):
+            with self.link.hold_open(self._job.manifest.content), hold_slot(self.link.read_slots, lambda: not self._job.is_stopped):
                 self._fetch_runs()
         except PeerFailed as failure:
             self.failure = failure
@@ -205,23 +205,20 @@ class FetchWorker:
 
     def _fetch_runs(self) -> None:
         manifest, can_wait = self._job.manifest, self._job.can_wait
-        try:
-            while run := self._job.assign_run(self, self._choose_run_blocks()):
-                self.assigned_run, self._expected_blocks = run, deque(run)
-                self.progress_at, self.awaits_end = time.monotonic(), False
-                request = pb.ReadRequest(content=manifest.content, digest=manifest.digest, first=run[0], count=len(run), queued=can_wait)
-                try:
-                    self._read_run(request)
-                except PeerFailed as failure:
-                    # A connection may break although the peer is well: the rest comes by a new one. Streams that follow a broken
-                    # connection at once may still be begun on it.
-                    if self._is_interrupted or type(failure) is not PeerFailed or not self._tries_left:
-                        raise
-                    self._tries_left -= 1
-                    self._job.return_blocks(self, run)
-                self.assigned_run = []
-        finally:
-            self.link.notify(self.link.stub.EndRead, pb.RecordRequest(content=manifest.content))
+        while run := self._job.assign_run(self, self._choose_run_blocks()):
+            self.assigned_run, self._expected_blocks = run, deque(run)
+            self.progress_at, self.awaits_end = time.monotonic(), False
+            request = pb.ReadRequest(content=manifest.content, digest=manifest.digest, first=run[0], count=len(run), queued=can_wait)
+            try:
+                self._read_run(request)
+            except PeerFailed as failure:
+                # A connection may break although the peer is well: the rest comes by a new one. Streams that follow a broken
+                # connection at once may still be begun on it.
+                if self._is_interrupted or type(failure) is not PeerFailed or not self._tries_left:
+                    raise
+                self._tries_left -= 1
+                self._job.return_blocks(self, run)
+            self.assigned_run = []
 
     def _choose_run_blocks(self) -> int:
         """Return the number of blocks that the source sends in PEER_RUN_S; 1 if its speed is not known yet."""

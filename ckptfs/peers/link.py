@@ -10,6 +10,7 @@ import contextlib
 import errno
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -125,6 +126,7 @@ class Link:
         self.read_slots = threading.BoundedSemaphore(limits.PEER_LINK_STREAMS_MAX)
         self._contents_changed = threading.Condition()
         self._contents: set[int] = set()
+        self._readers: Counter[int] = Counter()
 
     def call(self, call: Callable[..., Any], request: Any, timeout_s: float = limits.PEER_CALL_S) -> Any:
         """Make a short call. Raises PeerFailed, PeerRefused."""
@@ -179,6 +181,24 @@ class Link:
             with self._contents_changed:
                 self._contents.discard(number)
                 self._contents_changed.notify_all()
+
+    @contextmanager
+    def hold_open(self, content: int) -> Iterator[None]:
+        """Let the node keep a content open between the streams that read it.
+
+        Several streams may hold it, of one fetch or of more. The node may close it when the last of them has ended.
+        """
+        with self._contents_changed:
+            self._readers[content] += 1
+        try:
+            yield
+        finally:
+            with self._contents_changed:
+                self._readers[content] -= 1
+                is_last = not self._readers[content]
+                self._readers += Counter()  # Contents without readers are forgotten.
+            if is_last:
+                self.notify(self.stub.EndRead, pb.RecordRequest(content=content))
 
     def close(self) -> None:
         """Close the channel and end the calls under way."""

@@ -4,11 +4,12 @@ import errno
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from daemon_under_test import eventually
@@ -16,8 +17,11 @@ from peer_world import Keyring, PeerNode, There, client, digests, offer_of, reco
 from peer_world import keyring as keyring
 
 from ckptfs import limits
-from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer, PeerCorrupt, PeerFailed, PeerRefused, SendResult
+from ckptfs.clique.peer_api import UNKNOWN_BLOCK, Offer, PeerBusy, PeerCorrupt, PeerFailed, PeerRefused, SendResult
+from ckptfs.peers.link import Link
+from ckptfs.peers.messages import RejectReason
 from ckptfs.peers.peer_client import PeerClient
+from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK = limits.BLOCK_BYTES
 
@@ -236,6 +240,39 @@ def test_a_content_that_is_deleted_while_it_is_read_stays_readable(pair: Pair, t
     with open(tmp_path / "target", "w+b") as file:
         pair.peers.fetch([pair.node.there], record_of(offer), [0, 1, 2], file.fileno(), delete)
     assert (tmp_path / "target").read_bytes() == data and not pair.node.host.held
+
+
+def test_a_stream_that_fails_takes_nothing_from_the_other_streams_of_its_reader(
+    fast: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P7: the next of them reads the copy that the peer kept open, although the content was deleted meanwhile."""
+    data = os.urandom(3 * BLOCK)
+    offer, has_begun, failed = fast.node.host.hold(data), threading.Event(), list[threading.Thread]()
+    open_read_stream = Link.open_read_stream
+
+    def fail_once(link: Link, request: pb.ReadRequest) -> Any:
+        if request.first == 1 and not failed:
+            assert has_begun.wait(60)
+            failed.append(threading.current_thread())
+            raise PeerBusy("this one is too many", RejectReason.TOO_MANY)
+        return open_read_stream(link, request)
+
+    def notify(link: Link, call: Callable[..., Any], request: Any) -> None:
+        """In order with the reads that follow."""
+        link.call(call, request)
+
+    def delete(number: int) -> None:
+        if number == 0:
+            fast.node.host.path(offer.content).unlink()
+            has_begun.set()
+            eventually(lambda: failed and not failed[0].is_alive(), what="the other stream has ended")
+
+    monkeypatch.setattr(Link, "open_read_stream", fail_once)
+    monkeypatch.setattr(Link, "notify", notify)
+    with open(tmp_path / "target", "w+b") as file:
+        fast.peers.fetch([fast.node.there], record_of(offer), [0, 1, 2], file.fileno(), delete)
+    assert (tmp_path / "target").read_bytes() == data
+    eventually(lambda: fast.node.server.table.read_count == 0, what="the copy is closed")
 
 
 def test_a_stream_that_ends_after_its_reader_leaves_no_copy_open(fast: Pair) -> None:
