@@ -98,7 +98,10 @@ class Rollback:
 
 @dataclass(frozen=True, slots=True)
 class SeriesRecord:
-    """A series of the directory `origin` of the application; `path`: below the history, for people."""
+    """A series of the directory `origin` of the application.
+
+    `path`: below the history. Empty if this node has not read the names that lead to it.
+    """
 
     directory: int
     origin: int
@@ -143,7 +146,7 @@ def find_series(db: Database, origin: int, pattern: bytes) -> SeriesRecord | Non
 
 def _build_series(db: Database, directory: int, value: bytes, rollback: bytes | None) -> SeriesRecord:
     known = json.loads(value)
-    path = get_path(db, directory).removeprefix(NAME + b"/")
+    path = get_path(db, directory).partition(NAME + b"/")[2]
     target = None if rollback is None else Rollback(**json.loads(rollback))
     return SeriesRecord(directory, known["origin"], path, _to_bytes(known["pattern"]), target)
 

@@ -526,3 +526,69 @@ def test_what_a_dead_node_held_back_comes_to_the_pfs(writers: tuple[int, ...]) -
         assert list_pfs(cluster) == expect_on_pfs({f"rank{one}.bin" for one in writers}, 2)
 
     simulate(act, 1, EVERY_SECOND)
+
+
+def test_what_another_node_made_a_set_of_is_not_looked_at_again() -> None:
+    """A node waits for the shards of others. One of these makes the set."""
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        await cluster.living[0].mkdir("step_1")
+        for node in cluster.living:
+            await node.write(f"step_1/{shard(node)}", dice.randbytes(1000))
+            await trio.sleep(2.5)
+        await trio.sleep(SETTLE_S)
+        assert [node.db.rows("SELECT * FROM set_candidate") for node in cluster.living] == [[]] * NODES
+
+    simulate(act, 1)
+
+
+LATER_S = 5.0
+
+
+def let_first_node_make_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others look later, when each set is there. They read no more of the history than they must."""
+
+    def choose_delay_s(refresh: SetRefresh) -> float:
+        return 0.0 if identity.get_node_number(refresh._context.db) == 1 else LATER_S
+
+    monkeypatch.setattr(SetRefresh, "choose_delay_s", choose_delay_s)
+
+
+@pytest.mark.parametrize("waits_s", [None, 1e6])
+def test_older_sets_leave_ram_on_nodes_that_make_no_sets(waits_s: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D5: also while a rule waits for days until it may reap what is incomplete. `evict` drops what is retired."""
+    let_first_node_make_sets(monkeypatch)
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        node = cluster.living[0]
+        await node.mkdir("step_1")
+        await node.write(f"step_1/{shard(node)}", dice.randbytes(1000))
+        for step in range(2, 5):
+            await save(cluster, step, dice)
+            await trio.sleep(LATER_S / 2)
+            for node in cluster.living if waits_s else ():
+                await list_history(node)  # A reader of the history knows the new set before.
+            await trio.sleep(SETTLE_S)
+        for node in cluster.living:
+            own = "SELECT k.id FROM content k JOIN entry e ON e.child = k.inode WHERE k.remote = 0 AND e.parent = ? AND e.name = ?"
+            older = [node.db.value(own, (await node.stat(f"step_{step}")).id, shard(node).encode()) for step in (2, 3)]
+            retired = {content for content in node.db.column("SELECT content FROM retired") if content in older}
+            assert retired == {*older}, f"node {node.number}"
+
+    simulate(act, 1, RetentionRule("step_*", keep_local=1, incomplete_after_s=waits_s))
+
+
+def test_nodes_that_make_no_sets_leave_those_that_a_rule_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D5: they have never read the names that lead to the series, and look at it because they wrote parts of its sets."""
+    let_first_node_make_sets(monkeypatch)
+
+    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
+        for step in range(1, 4):
+            await save(cluster, step, dice)
+            await trio.sleep(SETTLE_S)
+        for step in (1, 2):
+            await cluster.living[-1].remove_tree(f"step_{step}")
+            await trio.sleep(SETTLE_S)
+        assert sorted(await list_history(cluster.living[0])) == [f"step_*/step_{step}@{step}" for step in (1, 2, 3)]
+
+    simulate(act, 1, RetentionRule("step_*", keep=3))

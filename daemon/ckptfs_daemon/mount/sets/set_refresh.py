@@ -25,9 +25,13 @@ class SetRefresh:
 
     def choose_delay_s(self) -> float:
         """Return after which time this node looks at what it has just changed."""
+        return random.uniform(0.0, self.get_spread_s())
+
+    def get_spread_s(self) -> float:
+        """Return the period within which all nodes look."""
         if not self._context.shared_namespace.is_shared:
             return 0.0
-        return random.uniform(0.0, limits.SET_SPREAD_S * len(peer_copies.list_live_nodes(self._context.db)))
+        return limits.SET_SPREAD_S * len(peer_copies.list_live_nodes(self._context.db))
 
     async def refresh_above(self, inodes: list[int], paused: Iterable[int]) -> None:
         """Load these inodes and the names in all directories above them, but none from a `paused` one on.

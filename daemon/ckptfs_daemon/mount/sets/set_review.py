@@ -102,7 +102,7 @@ class SetReview:
 
     async def add_lost_name(self, directory: int, set_directory: int) -> None:
         """Review a series soon: a file of one of its sets may have lost a name."""
-        if directory not in self._due_s:
+        if self._due_s.get(directory, math.inf) > trio.current_time() + self._refresh.get_spread_s():
             await self._context.shared_namespace.refresh_directory(directory)
             self._due_s[directory] = trio.current_time() + self._refresh.choose_delay_s()
         self._sets_that_lost_names[directory].add(set_directory)
@@ -153,9 +153,15 @@ class SetReview:
         """Do what the rule of a series says of its sets, and remove those that nothing protects."""
         db, lost_names = self._context.db, self._sets_that_lost_names.pop(directory, set())
         await self._context.shared_namespace.refresh_directory(directory)
-        known = history.get_series(db, directory)
+        if (known := history.get_series(db, directory)) is not None and not known.path:
+            await self._refresh.refresh_way(directory)
+            known = history.get_series(db, directory)
         if known is None:
             self._kept_by_rule.pop(directory, None)
+            return
+        if not known.path:  # Which rule it has is not known while the store does not answer.
+            self._sets_that_lost_names[directory] |= lost_names
+            self._due_s[directory] = trio.current_time() + limits.SET_REVIEW_S
             return
         listed = await trio.to_thread.run_sync(history.list_sets, db, directory)
         for number, one in enumerate(listed):

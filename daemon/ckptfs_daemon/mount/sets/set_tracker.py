@@ -248,8 +248,11 @@ class SetTracker:
         if fresh:
             found = await self._find(fresh)
             await self._note_producers(found)
-            done = set(found)
-            for place in {one.key: one for members in found.values() for one in members}.values():
+            done, places = set(found), {one.key: one for members in found.values() for one in members}
+            # If another node has made the set, the file is in the history, and its member is not looked for any more.
+            seen = {inode for inode, _ in found}
+            self._waiting = {key: one for key, one in self._waiting.items() if one.row[0] not in seen or key in places}
+            for place in places.values():
                 parts = [row for row, members in found.items() if any(one.key == place.key for one in members)]
                 done |= await self._process_member(place, parts)
             namespace.delete_candidates(self._context.db, done - {one.row for one in self._waiting.values()})
