@@ -445,12 +445,22 @@ def list_obstacles(db: Database) -> list[tuple[str, dict[str, Any], int]]:
     return [one for one in failed + list_troubles(db) if one[1].get("what")]
 
 
+OBSTACLES_NAMED_MAX = 3
+
+
 def find_obstacle(db: Database) -> tuple[str, str]:
-    """Return (what blocks a drain or a wait, remedy), from lanes and tiers, or empty strings."""
+    """Return (what blocks a drain or a wait, remedies), from lanes and tiers, or empty strings.
+
+    The first OBSTACLES_NAMED_MAX are named, and how many more there are.
+    """
+    found: dict[str, str] = {}
     for where, value, _ in list_obstacles(db):
         what, subject = value["what"], str(value.get("path") or (where if where in {*Tier} else ""))
-        return f"{subject}: {what}" if subject not in what else what, str(value.get("remedy") or "")
-    return "", ""
+        found[f"{subject}: {what}" if subject not in what else what] = str(value.get("remedy") or "")
+    named = [*found][:OBSTACLES_NAMED_MAX]
+    remedies = dict.fromkeys(found[what] for what in named if found[what])
+    more = [f"and {len(found) - len(named)} more"] if len(found) > len(named) else []
+    return "; ".join([*named, *more]), "; ".join(remedies)
 
 
 def delete_reports(db: Database) -> None:

@@ -72,7 +72,11 @@ def test_what_blocks_it_names_its_subject(tmp_path: Path) -> None:
     summary.set_trouble(node.db, "write back", {"what": "cannot write /p/f: EIO", "path": "/p/f", "remedy": "look"})
     assert summary.find_obstacle(node.db) == ("cannot write /p/f: EIO", "look")
     summary.set_report(node.db, "tier:pfs", {"error": "EIO: Input/output error", "remedy": "mount it again"})
-    assert summary.find_obstacle(node.db) == ("pfs: EIO: Input/output error", "mount it again")
+    assert summary.find_obstacle(node.db) == ("pfs: EIO: Input/output error; cannot write /p/f: EIO", "mount it again; look")
+    for lane in ("a", "b"):
+        summary.set_trouble(node.db, lane, {"what": "EIO", "path": lane, "remedy": "look"})
+    several = "pfs: EIO: Input/output error; a: EIO; b: EIO; and 1 more"
+    assert summary.find_obstacle(node.db) == (several, "mount it again; look"), "three, and each remedy once"
 
 
 def test_without_a_mount_nothing_waits_for_rows_that_only_a_mount_commits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
