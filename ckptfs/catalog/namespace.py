@@ -393,6 +393,12 @@ def list_inodes_below(db: Database, inode: int) -> set[int]:
     return set(db.column(f"{inodes.WITH_TREE} SELECT id FROM tree", json.dumps([inode])))
 
 
+def list_directories(db: Database, numbers: Iterable[int]) -> list[int]:
+    """Return those of these inodes that are directories."""
+    directories = f"SELECT i.id FROM json_each(?) n CROSS JOIN inode i ON i.id = n.value WHERE i.mode & 61440 = {stat.S_IFDIR}"
+    return db.column(directories, json.dumps([*numbers]))
+
+
 def list_files_below(db: Database, inode: int) -> list[int]:
     """Return the regular files at and below `inode`, in the order of their ids."""
     files = f"SELECT i.id FROM tree JOIN inode i ON i.id = tree.id WHERE i.mode & 61440 = {stat.S_IFREG} ORDER BY i.id"

@@ -295,6 +295,17 @@ def has_pending(db: Database, inode: int, up_to: int = 2**63 - 1) -> bool:
     return db.value(f"SELECT 1 FROM journal j WHERE {_build_waited_condition(db)} AND j.inode = ? LIMIT 1", up_to, inode) is not None
 
 
+def count_names_left(db: Database, directories: Iterable[int], up_to: int) -> int:
+    """Return how many removals and renames in these directories the PFS lacks, up to the row `up_to`.
+
+    Those of a history that the PFS refuses do not count.
+    """
+    is_inside = "(j.parent IN (SELECT value FROM json_each(?)) OR j.new_parent IN (SELECT value FROM json_each(?)))"
+    removals = f"{_build_waited_condition(db)} AND j.op IN ('unlink', 'rmdir', 'rename', 'exchange') AND {is_inside}"
+    wanted = json.dumps([*directories])
+    return int(db.value(f"SELECT count(*) FROM journal j WHERE {removals}", up_to, wanted, wanted))
+
+
 def count_journal_left(db: Database, up_to: int) -> tuple[int, int, int]:
     """Return (files, bytes, other changes) up to a row that the PFS lacks and does not refuse."""
     condition = _build_waited_condition(db)

@@ -282,6 +282,9 @@ def wait(
 ) -> None:
     """Wait until files or whole directories reach a level.
 
+    A directory has the level pfs if all files below it have it, and the names that this node has removed or renamed there are gone from
+    the PFS. A removal that the PFS refuses is not waited for; `ckptfs status` names it.
+
     Example: ckptfs wait /ckpt/run1/step_100 --level clique --timeout 5m
     """
     from ckptfs_client.client import open_client

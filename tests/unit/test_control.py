@@ -26,7 +26,7 @@ from daemon_under_test import eventually
 from local_node import Node, inject_fault, run_until_idle
 
 from ckptfs import limits, runtime_dir
-from ckptfs.catalog import contents, copies, exposure, mover_requests, summary
+from ckptfs.catalog import contents, copies, exposure, mover_requests, namespace, summary
 from ckptfs.config import Config
 from ckptfs.errors import InvalidArgument, TierUnavailable
 from ckptfs.flow.write_back import WriteBack
@@ -206,6 +206,31 @@ def test_waiting_for_the_pfs_follows_the_journal(served: Served) -> None:
         list(served.client.wait(ROOT, "pfs", 0.5))
     served.node.db.run("DELETE FROM journal")
     assert list(messages)[-1].done
+
+
+def test_a_directory_waits_for_what_was_removed_or_renamed_in_it(served: Served) -> None:
+    """A directory whose former names are still on the PFS has not the level pfs. Other directories and files do not wait for them."""
+    node = served.node
+    made = [node.make(name, b"x") for name in (b"gone", b"moved", b"kept")]
+    served.seal()
+    node.publish(*made)
+    with node.db.transaction():
+        directory, other = (namespace.create(node.db, ROOT, name, 0o40755, uid=0, gid=0).id for name in (b"directory", b"other"))
+    node.db.run("DELETE FROM journal")
+    with node.db.transaction():
+        namespace.rename(node.db, ROOT, b"moved", directory, b"moved")
+        namespace.unlink(node.db, ROOT, b"gone")
+    messages = served.client.wait(ROOT, "pfs", 60.0)
+    assert next(messages).changes_left == 2
+    waiting = served.client.wait(directory, "pfs", 60.0)
+    assert not next(waiting).done
+    assert all(list(served.client.wait(inode, "pfs", 60.0))[-1].done for inode in (other, node.inode(made[2])))
+    node.db.run("DELETE FROM journal WHERE op = 'rename'")
+    assert list(waiting)[-1].done and next(served.client.wait(ROOT, "pfs", 5.0)).changes_left == 1
+    with node.db.transaction():
+        namespace.unlink(node.db, ROOT, b"kept")
+    node.db.run("DELETE FROM journal WHERE seq = (SELECT min(seq) FROM journal)")
+    assert list(messages)[-1].done, "what is removed later is not waited for"
 
 
 def test_a_wait_wakes_the_lanes(served: Served) -> None:

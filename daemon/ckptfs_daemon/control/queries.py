@@ -53,8 +53,8 @@ START_NODES = "start the nodes that are down, and see that they reach etcd"
 class LevelCheck:
     """A file, or all below a directory, on its way to the level `wanted`. Raises ENOENT if it is missing.
 
-    For the level pfs, what retention rules hold back below a directory does not count. If that is what the wait is for, it goes on while
-    the checkpoint may still be chosen; else InvalidArgument is raised.
+    For the level pfs, names that this node removed below a directory must be gone from the PFS, too. What retention rules hold back there
+    does not count. If that is what the wait is for, it goes on while the checkpoint may still be chosen; else InvalidArgument is raised.
     """
 
     def __init__(
@@ -68,7 +68,9 @@ class LevelCheck:
         self._wanted = wanted
         self._end = summary.get_journal_end(db)
         self._held = inode if wanted is Level.PFS and pfs_hold.is_held(db, inode) else None
-        self._remaining = deque(sorted(namespace.list_inodes_below(db, inode).union(below)))
+        inodes_below = sorted(namespace.list_inodes_below(db, inode).union(below))
+        self._remaining = deque(inodes_below)
+        self._directories = namespace.list_directories(db, inodes_below) if wanted is Level.PFS else []
         self._bytes: dict[int, int] = {}
         self._non_files: set[int] = set()
         self._has_writers = self._is_on_dead_nodes = False
@@ -100,7 +102,10 @@ class LevelCheck:
             len(self._remaining) - len(self._non_files),
             sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items()),
         )
-        progress = pb.Progress(done=not self._remaining, files_left=files, bytes_left=size, changes_left=len(self._non_files))
+        names = summary.count_names_left(self._db, self._directories, self._end) if self._directories else 0
+        self._directories = self._directories if names else []
+        is_done, changes = not (self._remaining or names), len(self._non_files) + names
+        progress = pb.Progress(done=is_done, files_left=files, bytes_left=size, changes_left=changes)
         if self._has_writers:
             progress.blocked_by, progress.remedy = "a file is still open for writing", "close it"
         elif self._is_on_dead_nodes:
