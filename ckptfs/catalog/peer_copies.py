@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptfs import lifecycle
+from ckptfs import lifecycle, limits
 from ckptfs.catalog.content_rows import (
     CONTENT_COLUMNS,
     CONTENT_COLUMNS_WITHOUT_BLOCKS,
@@ -284,6 +284,31 @@ def find_remote_content(db: Database, inode: int) -> int | None:
     """Return the content of a file that another node wrote last. Returns None for an own one."""
     found: int | None = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.remote = 1", inode)
     return found
+
+
+HAS_NO_HOLDER = (
+    "k.remote = 1 AND k.state <> 3 AND i.content = k.id AND i.nlink > 0 AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id)"
+    f" AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = i.id) AND NOT EXISTS (SELECT 1 FROM {HOLDERS.format('k')})"
+)
+"""SQL about rows `content k` and `inode i`: a file that another node wrote, of which no copy on a live node or the PFS is known."""
+
+
+def list_makers(db: Database) -> list[int]:
+    """Return the numbers of the nodes that made the contents of other nodes which this one knows."""
+    bits = limits.ID_COUNTER_BITS
+    first = "(SELECT min(id) FROM content WHERE remote = 1 AND id >= {})"
+    each = f"WITH RECURSIVE maker(id) AS (SELECT {first.format(0)} UNION ALL SELECT {first.format(f'((maker.id >> {bits}) + 1) << {bits}')}"
+    return db.column(f"{each} FROM maker WHERE maker.id IS NOT NULL) SELECT id >> {bits} FROM maker WHERE id IS NOT NULL")
+
+
+def list_without_holder(db: Database, maker: int, after: int, at_most: int) -> list[tuple[int, int]]:
+    """Return (content, inode) of files with contents of a node and without a known copy, in their order."""
+    first, last = maker << limits.ID_COUNTER_BITS, ((maker + 1) << limits.ID_COUNTER_BITS) - 1
+    return db.rows(
+        f"SELECT k.id, i.id FROM content k CROSS JOIN inode i ON i.id = k.inode WHERE {HAS_NO_HOLDER} AND k.id BETWEEN ? AND ?"
+        " ORDER BY k.id LIMIT ?",
+        max(first, after + 1), last, at_most,
+    )  # fmt: skip
 
 
 def list_unneeded(db: Database, at_most: int, excluded: Iterable[int] = ()) -> list[PeerCopy]:

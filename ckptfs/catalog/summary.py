@@ -175,6 +175,14 @@ def load_tree_figures(db: Database, roots: Iterable[int]) -> TreeFigures:
     return TreeFigures(sum(count for _, _, count, _, _ in groups), sum(size for _, _, _, size, _ in groups), lowest)
 
 
+LOST_REPORT = "lost"
+"""The key of the `contents` that were lost with other nodes, see `find_lost`."""
+_LOST_WITH_NODES = (
+    f"report r, json_each(r.value, '$.contents') l CROSS JOIN content k ON k.id = l.value JOIN inode i ON i.id = k.inode"
+    f" WHERE r.key = '{LOST_REPORT}' AND {peer_copies.HAS_NO_HOLDER}"
+)
+
+
 def load_counts(db: Database) -> FileCounts:
     """Count what applications see; lost files of the history count, too."""
     by_level: Counter[Level] = Counter()
@@ -188,6 +196,7 @@ def load_counts(db: Database) -> FileCounts:
                 by_level[level] += count
                 bytes_by_level[level] += size
             lost += count if is_lost else 0
+        lost += int(db.value(f"SELECT count(*) FROM {_LOST_WITH_NODES}"))
     return FileCounts(sum(by_level.values()), int(directories), dict(by_level), dict(bytes_by_level), lost, int(handles), int(writers))
 
 
@@ -195,7 +204,8 @@ def find_lost_path(db: Database) -> str:
     """Return the path of a file that `load_counts` counts as lost; empty if there is none."""
     inode = db.value(
         f"SELECT i.id FROM content c JOIN inode i ON i.content = c.id WHERE c.state = {ContentState.LOST} AND i.nlink > 0"
-        " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = i.id) LIMIT 1"
+        " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = i.id)"
+        f" UNION ALL SELECT i.id FROM {_LOST_WITH_NODES} LIMIT 1"
     )
     return "" if inode is None else inodes.get_shown_path(db, inode)
 

@@ -262,6 +262,15 @@ def _find_binding(store: Store, name: str) -> tuple[Item | None, NodeBinding | N
         raise InvalidArgument(f"the key number/{name} of etcd is not readable", remedy="delete it in etcd") from failure
 
 
+def list_replaced(store: Store, numbers: Iterable[int]) -> set[int]:
+    """Return those of these numbers whose names are bound to other numbers by now: they never return."""
+    wanted = sorted(numbers)[: limits.ETCD_OPERATIONS_MAX]
+    taken = store.read([Get(taken_key(number)) for number in wanted]).results if wanted else ()
+    names = {number: items[0].value.decode(errors="replace") for number, items in zip(wanted, taken, strict=True) if items}
+    bound = {number: _find_binding(store, name)[1] for number, name in names.items()}
+    return {number for number, binding in bound.items() if binding is not None and binding.number != number}
+
+
 def find_number_conflict(name: str, number: int, taken: Iterable[Item]) -> str:
     """Return why the number of this node belongs to another one in a store to adopt; empty if it does not."""
     for item in taken:

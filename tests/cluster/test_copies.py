@@ -3,6 +3,7 @@
 import concurrent.futures
 import errno
 import itertools
+import json
 import os
 import signal
 import threading
@@ -152,6 +153,30 @@ def test_a_newer_content_that_dies_with_its_node_does_not_take_the_former_one_al
         memory[0].start()
         assert (home / "file").read_bytes() == former
         wait_for(memory[0].path, "clique")
+
+
+def test_a_file_that_went_with_its_only_node_counts_as_lost(memory: ClusterUnderTest) -> None:
+    """F2: on another node, once the name of the dead one belongs to a new machine. Before, it may return with the file."""
+    memory.expect_warning("does not answer|has died|is gone|not reach|cannot be reached|lost|took over|no longer|cannot be read")
+    with limited(memory):
+        memory[0].slow(4_000_000)
+        (memory[0].path / "only").write_bytes(os.urandom(8 * SIZE))
+        eventually(lambda: not memory[0].is_island(), what="the others know of it")
+        seen = memory[1].path / "only"
+        assert level(memory[0].path / "only") == "local" and seen.stat().st_size == 8 * SIZE
+        memory[0].wipe(nvme=True)
+
+        def count_lost() -> int:
+            status = json.loads(memory[1].command("status", memory[1].path, "--json", check=False).stdout)
+            return int(status["counts"]["lost"])
+
+        eventually(lambda: memory[1].count_alive() == 2, what="the node counts as dead")
+        assert count_lost() == 0
+        memory[0].mend()
+        eventually(lambda: count_lost() == 1, what="it counts as lost")
+        assert "lost: only" in memory[1].command("health", memory[1].path, check=False).stdout and level(seen) == "none"
+        seen.unlink()
+        eventually(lambda: count_lost() == 0, what="it was removed")
 
 
 def test_a_node_with_a_read_only_mount_counts_for_nothing(memory: ClusterUnderTest) -> None:

@@ -40,6 +40,7 @@ from ckptfs.config import Config
 from ckptfs.config.schema import RetentionRule
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
 from ckptfs.flow.fetch import Fetch
+from ckptfs.flow.find_lost import FindLost
 from ckptfs.flow.host import Host
 from ckptfs.flow.inspect_file import InspectFile
 from ckptfs.flow.reclaim import Reclaim
@@ -111,7 +112,7 @@ class SimulatedMover:
             ("replicate", Replicate(db, tiers, self, self.cluster)), ("announce", announce), ("repair", Repair(db, self, self.cluster)),
             ("reconcile", Reconcile(db, tiers, self, self.cluster, node.host.reported_unneeded)), ("fetch", fetch),
             ("salvage", Salvage(db, tiers, self, self.cluster)), ("inspect", InspectFile(db, self, self.cluster)), ("host", node.host),
-            ("dead records", DropDeadRecords(db, self.cluster)),
+            ("dead records", DropDeadRecords(db, self.cluster)), ("find lost", FindLost(db, self.cluster)),
         ]  # fmt: skip
         self._prepare: list[Callable[[], object]] = [self._recover.step, announce.prepare, fetch.prepare]
         if config.pfs is not None:

@@ -25,6 +25,7 @@ from ckptfs.config import Config
 from ckptfs.errors import CkptfsError
 from ckptfs.flow.check_values import CheckValues
 from ckptfs.flow.copy_records import AnnounceCopies, DropDeadRecords
+from ckptfs.flow.find_lost import FindLost
 from ckptfs.flow.host import Host
 from ckptfs.flow.inspect_file import InspectFile
 from ckptfs.flow.keep_island import KeepIsland
@@ -93,6 +94,7 @@ class ClusterServices:
             ("reconcile", Reconcile(db, tiers, notify, cluster, self._host.reported_unneeded)),
             ("salvage", Salvage(db, tiers, notify, cluster)), ("early copies", EarlyReplication(db, tiers, cluster)),
             ("copy open files", PeriodicReplication(db, tiers, cluster)), ("dead records", DropDeadRecords(db, cluster)),
+            ("find lost", FindLost(db, cluster)),
             *((f"fsync copies {number}", fsync_replication) for number in range(1, limits.FSYNC_REPLICATIONS_MAX + 1)),
         ]  # fmt: skip
         if config.pfs is not None:
