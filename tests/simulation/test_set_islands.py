@@ -183,7 +183,7 @@ def test_sets_keep_their_bytes(seed: int) -> None:
         await world.play()
         assert await world.check() == []
 
-    simulate(act, 3)
+    simulate(act, seed)
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
