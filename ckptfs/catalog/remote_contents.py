@@ -190,16 +190,20 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         return True
 
 
-def mark_restored(db: Database, content: int, *, has_other_owner: bool) -> None:
+def mark_restored(db: Database, content: int, *, is_own: bool, former_ns: int | None) -> None:
     """Take a content back that was deleted here, or that was replaced here and has another owner now.
 
-    Another node restored its file. Copies on this node count again.
+    Another node restored its file, or keeps it until its successor is safe. Copies on this node count again. `is_own`: for the store this
+    node is the owner, which deletes its key one day. `former_ns` is what the store has for `superseded_mtime_ns`.
     """
+    restored = "state = CASE WHEN state < 3 THEN state WHEN digest IS NULL THEN 1 ELSE 2 END, change = change + 1"
+    is_deleted = "id = ? AND state = 3"
+    if is_own and db.run(f"UPDATE content SET {restored}, superseded_mtime_ns = ? WHERE {is_deleted} AND remote = 0", former_ns, content):
+        return
+    is_others = "(state = 3 OR (? AND remote = 0 AND superseded_mtime_ns IS NOT NULL))"
     if db.run(
-        "UPDATE content SET state = CASE WHEN state < 3 THEN state WHEN digest IS NULL THEN 1 ELSE 2 END, superseded_mtime_ns = NULL,"
-        f" under_replicated = 0, {_SET_REMOTE}, change = change + 1"
-        " WHERE id = ? AND (state = 3 OR (? AND remote = 0 AND superseded_mtime_ns IS NOT NULL))",
-        content, has_other_owner,
+        f"UPDATE content SET {restored}, superseded_mtime_ns = NULL, under_replicated = 0, {_SET_REMOTE} WHERE id = ? AND {is_others}",
+        content, former_ns is None and not is_own,
     ):  # fmt: skip
         mark_copy_changed(db, content)
 

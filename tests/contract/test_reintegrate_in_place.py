@@ -279,6 +279,22 @@ async def test_a_previous_content_that_others_show_again_is_theirs(writer: Node,
     assert seen is not None and seen.is_remote and seen.state is ContentState.SEALED
 
 
+@two_nodes
+async def test_a_deletion_of_a_content_that_another_node_has_superseded_is_made_again(writer: Node, other: Node) -> None:
+    """The store refuses it, since it does not rest on the newest value. The content stays its writer's, which deletes the key then."""
+    content = await make_sealed(writer, (await writer.make("f")).id)
+    await settled([writer])
+    key = SharedKey(keys.CONTENT, content)
+    put(other.store.etcd, key, former_ns=7)
+    for state in (ContentState.SEALED, None):
+        with writer.db.transaction():
+            contents.set_state(writer.db, content, ContentState.DOOMED)
+        await settled([writer])
+        seen = contents.get_content(writer.db, content)
+        assert seen is not None and not seen.is_remote
+        assert stored(writer.store.etcd).get(key, {}).get("state") == state
+
+
 async def write_on_both_sides(writer: Node, opener: Node, *, is_opened_before: bool, stays_open: bool) -> tuple[int, int, int]:
     """Begin to write a file on a node, before or after it becomes an island; another node closes the file meanwhile.
 
