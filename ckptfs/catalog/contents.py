@@ -207,9 +207,13 @@ def set_state(db: Database, content: int, state: ContentState) -> None:
 
 _CAN_DELETE = (
     "(superseded_mtime_ns IS NULL OR CASE remote WHEN 0 THEN superseded_mtime_ns > 0"
-    " ELSE NOT EXISTS (SELECT 1 FROM cached_key WHERE kind = 'c' AND number = content.id) END)"
+    " ELSE NOT EXISTS (SELECT 1 FROM cached_key WHERE kind = 'c' AND number = content.id)"
+    " OR NOT EXISTS (SELECT 1 FROM copy WHERE copy.content = content.id) END)"
 )
-"""SQL about a row of `content` whose file is gone: True if the store need not be asked whether it is a previous content of another file."""
+"""SQL about a row of `content` whose file is gone: True if the store need not be asked whether it is a previous content of another file.
+
+Of another node's content without a copy on this node, the row is all there is.
+"""
 
 
 def mark_superseded(db: Database, inode: int) -> None:

@@ -190,15 +190,15 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         return True
 
 
-def mark_restored(db: Database, content: int, *, is_own: bool, former_ns: int | None) -> None:
+def mark_restored(db: Database, content: int, inode: int, *, is_own: bool, former_ns: int | None) -> None:
     """Take a content back that was deleted here, or that was replaced here and has another owner now.
 
-    Another node restored its file, or keeps it until its successor is safe. Copies on this node count again. `is_own`: for the store this
-    node is the owner, which deletes its key one day. `former_ns` is what the store has for `superseded_mtime_ns`.
+    Another node restored its file, or keeps it until its successor is safe. Copies on this node count again. `inode`, `is_own` and
+    `former_ns` are what the store says. If this node owns the content there, it goes on to do so here, and deletes its key one day.
     """
     restored = "state = CASE WHEN state < 3 THEN state WHEN digest IS NULL THEN 1 ELSE 2 END, change = change + 1"
-    is_deleted = "id = ? AND state = 3"
-    if is_own and db.run(f"UPDATE content SET {restored}, superseded_mtime_ns = ? WHERE {is_deleted} AND remote = 0", former_ns, content):
+    is_deleted = "id = ? AND inode = ? AND state = 3 AND remote = 0"
+    if is_own and db.run(f"UPDATE content SET {restored}, superseded_mtime_ns = ? WHERE {is_deleted}", former_ns, content, inode):
         return
     is_others = "(state = 3 OR (? AND remote = 0 AND superseded_mtime_ns IS NOT NULL))"
     if db.run(

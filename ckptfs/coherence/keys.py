@@ -392,7 +392,7 @@ def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> 
     digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
     is_open = value["state"] == ContentState.OPEN
     is_own = value["node"] == identity.get_node_number(db)
-    remote_contents.mark_restored(db, number, is_own=is_own, former_ns=value.get("former_ns"))
+    remote_contents.mark_restored(db, number, value["inode"], is_own=is_own, former_ns=value.get("former_ns"))
     remote_contents.record_remote(db, RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open))
 
 

@@ -196,7 +196,9 @@ class Reconcile:
             else:
                 is_unneeded = content.inode not in files or content.id in replaced
             if is_unneeded:
-                if content.inode not in files and shared.writer not in self._cluster.view():
+                # The writer does not: it is gone, or it is this node, and the content became another file's previous one.
+                is_orphan = content.inode not in files and shared.writer not in self._cluster.view()
+                if is_orphan or shared.writer == self._cluster.node_number:
                     locations.delete_content(self._cluster.store, content.id, shared)
                 self._drop_content(content)
             elif age_s > limits.SURPLUS_KEEP_S and self._is_surplus(content, shared):

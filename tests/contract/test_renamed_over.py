@@ -87,6 +87,21 @@ async def test_who_wrote_what_another_node_deletes_is_to_hear_of_it(one: Node, t
 
 
 @two_nodes
+async def test_a_deleted_file_of_which_this_node_has_no_copy_leaves_no_row(one: Node, two: Node, etcd: MemoryEtcd) -> None:
+    """The store need not be asked about a previous content of which there is only a row."""
+    theirs = write(one, await one.make("theirs"), sealed=True)
+    await one.sharing.wait_published()
+    inode = await two.stat("theirs")
+    with two.db.transaction():
+        contents.mark_awaiting_store_check(two.db, inode.id)
+    await one.unlink("theirs")
+    await two.sharing.refresh_inode(inode.id)
+    two.db.change("INSERT OR REPLACE INTO cached_key VALUES ('c', ?, x'', 1, x'')", theirs)
+    with two.db.transaction():
+        assert namespace.delete_forgotten(two.db, [inode.id]) == {inode.id: [theirs]}
+
+
+@two_nodes
 async def test_a_former_content_that_its_writer_has_dropped_is_gone_from_the_store(one: Node, two: Node, etcd: MemoryEtcd) -> None:
     """Its key says by now what another node made of it, and that is found out when no row of it is left here."""
     former = write(one, await one.make("file"), sealed=True)

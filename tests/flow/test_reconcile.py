@@ -120,6 +120,16 @@ def test_a_holder_removes_the_records_of_a_dead_node_s_deleted_file(tmp_path: Pa
     assert found.state is None and found.copies == () and two.files(Tier.RAM) == set()
 
 
+def test_a_writer_that_became_a_holder_of_its_content_removes_the_records(tmp_path: Path) -> None:
+    """It had deleted the content while another node made it the previous one of another file."""
+    cluster, content, one, two = make_replicated(tmp_path, 2)
+    delete(cluster, f"i/{one.inode(content):016x}")
+    one.db.run("UPDATE content SET remote = 1, announce_state = 2 WHERE id = ?", content)
+    tidy(one, two)
+    found = locations.load(two.store, [content])[content]
+    assert found.items == () and one.files(Tier.RAM) == two.files(Tier.RAM) == set()
+
+
 def test_an_unpublished_file_is_not_taken_for_deleted(tmp_path: Path) -> None:
     """P1: an island's files."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
