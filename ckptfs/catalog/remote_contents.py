@@ -153,8 +153,11 @@ def count_hosted(db: Database) -> tuple[int, int]:
     return count_sizes(db, "size", f"content k WHERE k.remote = 1 AND k.state = 2 AND {has_copy}")
 
 
-def record_remote(db: Database, remote: RemoteState) -> bool:
-    """Record what another node wrote; older copies become STALE. False: this node has newer facts."""
+def record_remote(db: Database, remote: RemoteState, *, is_from_store: bool = False) -> bool:
+    """Record what another node wrote; older copies become STALE. False: this node has newer facts.
+
+    To which file a content of this node belongs, only the store can tell: a peer may offer it for the file that it was the previous one of.
+    """
     with db.transaction():
         known = db.row("SELECT generation, state, digest, remote, blocks FROM content WHERE id = ?", remote.content)
         if known is None:
@@ -164,7 +167,8 @@ def record_remote(db: Database, remote: RemoteState) -> bool:
         if state == ContentState.OPEN or generation > remote.generation or (state == ContentState.DOOMED):
             return False
         # It may belong to another file by now: see `history.separate`.
-        db.run("UPDATE content SET inode = ?1 WHERE id = ?2 AND inode <> ?1", remote.inode, remote.content)
+        is_other_file = "id = ?2 AND inode <> ?1 AND (remote = 1 OR ?3)"
+        db.run(f"UPDATE content SET inode = ?1 WHERE {is_other_file}", remote.inode, remote.content, is_from_store)
         if remote.is_open and (digest is not None or peer):
             if digest is None or remote.generation <= generation + 1:
                 return bool(peer)

@@ -235,7 +235,7 @@ def record(db: Database, number: int, shared: ContentLocations, own_number: int)
         return
     if remote_contents.is_own_unpublished(db, number):
         return
-    remote_contents.record_remote(db, shared.state)
+    remote_contents.record_remote(db, shared.state, is_from_store=True)
     if shared.writer is not None and shared.state.digest is not None and not (shared.is_lost or shared.is_away):
         copies.append(PeerCopy(number, shared.writer, shared.state.generation, shared.state.digest))
     peer_copies.replace_peer_copies(db, number, copies)

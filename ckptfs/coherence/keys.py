@@ -393,7 +393,8 @@ def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> 
     is_open = value["state"] == ContentState.OPEN
     is_own = value["node"] == identity.get_node_number(db)
     remote_contents.mark_restored(db, number, value["inode"], is_own=is_own, former_ns=value.get("former_ns"))
-    remote_contents.record_remote(db, RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open))
+    state = RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open)
+    remote_contents.record_remote(db, state, is_from_store=True)
 
 
 @dataclass(frozen=True, slots=True)

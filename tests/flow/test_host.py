@@ -50,6 +50,19 @@ def test_what_was_received_is_a_verified_copy_of_a_peer(two: LocalCluster) -> No
     assert send(two, content) == 0, "what is there already is not sent again"
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_peer_gives_no_content_of_this_node_to_another_file(two: LocalCluster, is_own: bool) -> None:
+    """P5, P9: for the peer it is the previous one of that file. This node has given it back to its own file meanwhile."""
+    one, other = two.nodes
+    content = one.written(b"a", b"hello")
+    send(two, content)
+    inode = other.inode(content)
+    if is_own:
+        remote_contents.mark_own(other.db, content, inode, 1, 1)
+    assert send(two, content, replace(offer_of(one, content), inode=inode + 1)) == 0
+    assert other.inode(content) == (inode if is_own else inode + 1)
+
+
 def test_ids_of_this_node_stay_its_own(two: LocalCluster) -> None:
     one, other = two.nodes
     mine = other.make(b"mine", b"x")
