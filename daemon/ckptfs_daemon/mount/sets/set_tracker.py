@@ -407,7 +407,7 @@ class MemberSearch:
         """`paused`: directories that must not be read now."""
         self._db, self._paused = db, paused
         self._places: dict[int, list[tuple[int, bytes]]] = {}
-        """The places of each directory."""
+        """The places of each inode that is looked for, and of each directory above."""
         self._directories: dict[int, _DirectoryNames] = {}
         self._kinds: dict[int, bool] = {}
         self.cpu_s = 0.0
@@ -418,6 +418,7 @@ class MemberSearch:
     def find(self, inodes: Sequence[int]) -> dict[int, list[FoundMember] | None]:
         """Return the members by inode, the innermost first; None if a directory on the way is paused."""
         began_s = time.thread_time()
+        self._places |= set_members.load_places(self._db, inodes)
         found = {inode: self._find(inode) for inode in inodes}
         for inode in set_members.list_committed(self._db, inodes):
             if found[inode] == []:
@@ -427,7 +428,7 @@ class MemberSearch:
 
     def _find(self, inode: int) -> list[FoundMember] | None:
         found: list[FoundMember] = []
-        todo = set_members.list_places(self._db, inode)
+        todo = [*self._places[inode]]
         while todo:  # A tree may be deeper than the stack of Python.
             directory, name = todo.pop(0)
             if directory in self._paused:
