@@ -87,6 +87,7 @@ class FindLost:
         store = self._cluster.store
         found = locations.refresh(self._db, store, [content for content, _ in batch], self._cluster.node_number)
         pfs_coordination.load_inodes(self._db, store, *(inode for _, inode in batch))
-        holders = {number: {copy.node for copy in one.copies} | {one.writer} for number, one in found.items() if one.state is not None}
-        replaced = membership.list_replaced(store, {node for nodes in holders.values() for node in nodes if node is not None})
+        known = [(number, one.writer, one.copies) for number, one in found.items() if one.state is not None]
+        holders = {number: {writer, *(copy.node for copy in copies)} for number, writer, copies in known if writer is not None}
+        replaced = membership.list_replaced(store, {node for nodes in holders.values() for node in nodes})
         return [number for number, nodes in holders.items() if nodes <= replaced]
