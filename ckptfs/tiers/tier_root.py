@@ -64,6 +64,11 @@ class TierRoot:
         return self._failure is None or time.monotonic() - self._failed_s > limits.TIER_RETRY_S
 
     @property
+    def is_silent(self) -> bool:
+        """Return True while a call hangs, and none has been answered since."""
+        return self._failed_s == math.inf
+
+    @property
     def failure(self) -> str:
         """Return the error of a tier that fails; empty if it works."""
         return "" if self._failure is None else health.describe(self._failure)

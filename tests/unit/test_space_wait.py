@@ -17,9 +17,12 @@ from trio.testing import MockClock
 
 from ckptfs import limits
 from ckptfs.catalog import summary
+from ckptfs.model import Tier
 
 
-def waited_s(monkeypatch: pytest.MonkeyPatch, is_growing: Callable[[float], bool]) -> float:
+def waited_s(
+    monkeypatch: pytest.MonkeyPatch, is_growing: Callable[[float], bool], is_silent: Callable[[float], bool] = lambda _: False
+) -> float:
     """How long a request waits while nothing is pending in the catalog."""
     monkeypatch.setattr(summary, "load_space_outlook", lambda _: summary.SpaceOutlook(False, ()))
     monkeypatch.setattr(summary, "set_space_demand", lambda *_: None)
@@ -29,7 +32,13 @@ def waited_s(monkeypatch: pytest.MonkeyPatch, is_growing: Callable[[float], bool
         def is_growing(self) -> bool:
             return is_growing(trio.current_time())
 
-    context = SimpleNamespace(db=None, wake_channel=SimpleNamespace(notify=lambda _: None), open_files=SimpleNamespace(top_up=Growing()))
+    class Disk:
+        @property
+        def is_silent(self) -> bool:
+            return is_silent(trio.current_time())
+
+    files, channel = SimpleNamespace(top_up=Growing()), SimpleNamespace(notify=lambda _: None)
+    context = SimpleNamespace(db=None, wake_channel=channel, open_files=files, tiers={Tier.NVME: Disk()})
 
     async def ask() -> float:
         wait, began_s = SpaceWait(cast(MountContext, context)), trio.current_time()
@@ -46,6 +55,13 @@ def test_enospc_waits_for_a_limited_writer_that_holds_memory_ahead(monkeypatch: 
     assert waited_s(monkeypatch, lambda _: False) == pytest.approx(moment_s, abs=0.1)
     assert waited_s(monkeypatch, lambda now_s: now_s < 20.0) == pytest.approx(20.0 + moment_s, abs=0.1)
     assert waited_s(monkeypatch, lambda _: True) == pytest.approx(longest_s, abs=0.1)
+
+
+def test_enospc_waits_for_an_nvme_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P10: it may have room. A stall of some seconds is usual on a busy disk, and one of minutes on a sick one."""
+    silence_s = 2 * limits.NO_SPACE_LONGEST_WAIT_S
+    waited = waited_s(monkeypatch, lambda _: False, lambda now_s: now_s < silence_s)
+    assert waited == pytest.approx(silence_s + limits.NO_SPACE_WAIT_S, abs=0.1)
 
 
 def test_only_a_file_that_changes_is_growing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

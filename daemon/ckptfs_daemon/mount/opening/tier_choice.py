@@ -2,8 +2,8 @@
 
 A choice neither waits nor touches the rows. A request waits for space before it answers ENOSPC (P10): space comes while the mover seals,
 writes back, evicts or removes. It also comes when a program below a memory limit closes its file, which gives back what was prepared ahead
-of it. The wait goes on while such work is pending and something changes; the mover learns how much is wanted, and drops copies that it
-would keep otherwise.
+of it. The wait goes on while such work is pending and something changes, and while NVMe does not answer. The mover learns how much is
+wanted, and drops copies that it would keep otherwise.
 
 Crash safety: a prepared file that was enlarged or given back belongs to no row. A demand in the catalog expires by its time.
 """
@@ -162,6 +162,8 @@ class SpaceWait:
             self._context.wake_channel.notify(ipc.WORK)
         if self._context.open_files.top_up.is_growing:
             self._changed_s = now_s
+        if any(storage.is_silent for storage in self._context.tiers.values()):
+            self._began_s = self._changed_s = now_s  # It may have room.
         patience_s = limits.NO_SPACE_PENDING_WAIT_S if self._outlook.is_pending else limits.NO_SPACE_WAIT_S
         if now_s - self._changed_s > patience_s or now_s - self._began_s > limits.NO_SPACE_LONGEST_WAIT_S:
             return False
