@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ckptfs_client.lab import nodes
@@ -166,15 +167,20 @@ def test_a_file_that_went_with_its_only_node_counts_as_lost(memory: ClusterUnder
         assert level(memory[0].path / "only") == "local" and seen.stat().st_size == 8 * SIZE
         memory[0].wipe(nvme=True)
 
+        def load_status() -> dict[str, Any]:
+            found: dict[str, Any] = json.loads(memory[1].command("status", memory[1].path, "--json", check=False).stdout)
+            return found
+
         def count_lost() -> int:
-            status = json.loads(memory[1].command("status", memory[1].path, "--json", check=False).stdout)
-            return int(status["counts"]["lost"])
+            return int(load_status()["counts"]["lost"])
 
         eventually(lambda: memory[1].count_alive() == 2, what="the node counts as dead")
         assert count_lost() == 0
         memory[0].mend()
         eventually(lambda: count_lost() == 1, what="it counts as lost")
-        assert "lost: only" in memory[1].command("health", memory[1].path, check=False).stdout and level(seen) == "none"
+        status = load_status()
+        assert ("lost", "only") in [(one["where"], one["path"]) for one in status["troubles"]] and status["health"] == "degraded"
+        eventually(lambda: level(seen) == "none", what="a list says the same")
         seen.unlink()
         eventually(lambda: count_lost() == 0, what="it was removed")
 
