@@ -2,6 +2,7 @@
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -14,7 +15,7 @@ from ckptfs_daemon.mount.handlers import file_handlers
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
-from ckptfs_daemon.mount.opening import tier_choice
+from ckptfs_daemon.mount.opening import open_attempt, tier_choice
 from ckptfs_daemon.mount.opening.open_attempt import OpenAttempt
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
 from local_node import Node
@@ -316,3 +317,26 @@ async def test_old_bytes_that_are_shared_need_room(tmp_path: Path, monkeypatch: 
             os.close(local_copies.copy_open(fd, storage, content + 1, transfer.read(fd, label="seal")[:2]))
         await opener.open(4, writer=True, truncates=False)
     assert {*needed} == {limits.MIB}
+
+
+@pytest.mark.parametrize("is_written_meanwhile", [False, True])
+async def test_a_file_on_nvme_gets_the_times_of_its_inode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_written_meanwhile: bool
+) -> None:  # fmt: skip
+    """P2: before it is open. That happens in a thread; a program that writes the file meanwhile has set its times."""
+    opener, node = Opener(tmp_path / "node"), Node(tmp_path / "other")
+    content = node.make(b"file", b"bytes", tier=Tier.NVME)
+    opener.use(node)
+    opener.seal()
+    node.db.change("UPDATE inode SET atime_ns = 5, mtime_ns = 7 WHERE id = ?", opener.inode)
+    storage = node.tiers[Tier.NVME]
+
+    async def run_in_thread(_: Tier, act: Callable[[], None]) -> None:
+        if is_written_meanwhile:
+            storage.set_times(content, 8, 9)
+        act()
+
+    monkeypatch.setattr(open_attempt, "run_in_thread", run_in_thread)
+    await opener.open(2, writer=False)
+    status = storage.stat(content)
+    assert status is not None and (status.st_atime_ns, status.st_mtime_ns) == ((8, 9) if is_written_meanwhile else (5, 7))

@@ -67,8 +67,8 @@ class OpenAttempt:
         """What was read beside the descriptor that was opened on the PFS last."""
         self._refusing_tiers: set[Tier] = set()
         """Tiers that could not make the file."""
-        self._dated_content: int | None = None
-        """A content whose file on NVMe has got the times of its inode, if that was possible."""
+        self._dated: tuple[int, int, int] | None = None
+        """(content, atime, mtime) of a file on NVMe that has got the times of its inode, if that was possible."""
         self._truncated: OpenFile | None = None
         self._unsealed_content: int | None = None
         self._limit_reason = tier_choice.find_limit_reason(context, open_request) if open_request.is_writer else Reason.NONE
@@ -257,8 +257,10 @@ class OpenAttempt:
             reason = tier_choice.find_hole_reason(self._context, self._open_request, storage, fd)
         if tier is Tier.RAM:
             set_inode_times(fd, held.inode)
-        elif tier is Tier.NVME and has_other_times(fd, held.inode) and self._dated_content != content:
-            raise MustWait(lambda: self._set_times_on_nvme(storage, content, held.inode))
+        elif tier is Tier.NVME and has_other_times(fd, held.inode):
+            if self._dated != (content, held.inode.atime_ns, held.inode.mtime_ns):
+                seen_ns = os.fstat(fd).st_mtime_ns
+                raise MustWait(lambda: self._set_times_on_nvme(storage, content, held.inode, seen_ns))
         elif tier is Tier.PFS and is_writer:
             reason = tier_choice.find_buffered_reason(self._context, storage, 0, self._limit_reason, self._pfs_facts)
         return self._register_open_file(held, content, storage, fd, reason=reason)
@@ -503,13 +505,16 @@ class OpenAttempt:
             log.debug("%s cannot take a file: %s", storage.tier, failure)
             self._refusing_tiers.add(storage.tier)
 
-    async def _set_times_on_nvme(self, storage: TierStorage, content: int, row: Inode) -> None:
+    async def _set_times_on_nvme(self, storage: TierStorage, content: int, row: Inode, seen_ns: int) -> None:
+        """Set the times of a file before the next attempt, unless its mtime is not `seen_ns`: it is being written."""
+
         def set_times() -> None:
             with disk.closing(storage.open(content)) as fd:
-                set_inode_times(fd, row)
+                if os.fstat(fd).st_mtime_ns == seen_ns:
+                    set_inode_times(fd, row)
 
         await run_in_thread(storage.tier, set_times)
-        self._dated_content = content
+        self._dated = content, row.atime_ns, row.mtime_ns
 
     async def _mark_unsealed(self, held: FileContent, content: int, tier: Tier) -> None:
         with self._db.transaction() as db:
