@@ -66,7 +66,7 @@ class TierRoot:
     @property
     def is_silent(self) -> bool:
         """Return True while a call hangs, and none has been answered since."""
-        return self._failed_s == math.inf
+        return self._failure is not None and self._failed_s == math.inf
 
     @property
     def failure(self) -> str:

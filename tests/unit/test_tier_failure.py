@@ -1,5 +1,6 @@
 """P1, P10: a tier that dies while it is in use gets no new files, is let go, and is used again when it returns."""
 
+import contextlib
 import errno
 import logging
 import os
@@ -48,6 +49,21 @@ def test_new_files_go_elsewhere_until_it_works(node: Node, monkeypatch: pytest.M
     inject_fault(monkeypatch, "")
     os.close(nvme.create(7))
     assert nvme.is_usable and not nvme.failure
+
+
+@pytest.mark.parametrize("answer", ["", "ENOSPC", "EIO"])
+def test_one_that_does_not_answer_gets_no_file_until_a_call_is_answered(node: Node, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    """However long that takes. A file that would only wait for it does not try."""
+    nvme = node.tiers[Tier.NVME]
+    nvme.record_silence()
+    monkeypatch.setattr(limits, "TIER_RETRY_S", -1.0)
+    assert nvme.is_silent and not nvme.is_usable and nvme.failure.startswith("ETIMEDOUT")
+    assert node.tiers.choose_tier(excluded={Tier.RAM}) is Tier.PFS
+    inject_fault(monkeypatch, f"tier:create={answer}" if answer else "")
+    with pytest.raises(OSError, match="injected") if answer else contextlib.nullcontext():
+        os.close(nvme.create(7))
+    assert nvme.is_usable and not nvme.is_silent
+    assert bool(nvme.failure) == bool(answer)
 
 
 def test_errors_of_one_file_say_nothing_of_the_tier(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
