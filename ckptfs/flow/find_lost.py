@@ -48,9 +48,12 @@ class FindLost:
             self._makers, self._asked, self._found = None, set(), []
             self._next_s = now_s + (self._cluster.draw_delay_s() if self._list_suspects(view) else INTERVAL_S)
         if self._makers is None:
-            if now_s < self._next_s or not self._cluster.lease():
+            if now_s < self._next_s:
                 return False
-            self._makers, self._after, self._next_s = self._list_suspects(view), 0, now_s + INTERVAL_S
+            self._next_s = now_s + INTERVAL_S
+            if not self._cluster.lease():
+                return False
+            self._makers, self._after = self._list_suspects(view), 0
         if self._makers and len(self._found) < LOST_MAX:
             self._check_batch(self._makers)
             return True

@@ -9,6 +9,7 @@ from local_node import run_until_idle
 
 from ckptfs.catalog import summary
 from ckptfs.clique import membership
+from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.membership import NodeBinding, name_key, taken_key
 from ckptfs.flow.copy_records import AnnounceCopies
 from ckptfs.flow.find_lost import FindLost
@@ -72,3 +73,15 @@ def test_a_file_on_the_pfs_is_not_lost(tmp_path: Path) -> None:
     assert find(two) == 1
     two.publish(content)
     assert summary.load_counts(two.db).lost == 0 and find(two) == 0
+
+
+def test_without_a_lease_it_tries_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane whose next step is due at once, and does nothing, takes a processor."""
+    _, one, _ = make_cluster(tmp_path, 2)
+    monkeypatch.setattr(Cluster, "lease", lambda _: 0)
+    flow = FindLost(one.db, cluster_of(one))
+    flow.step()
+    flow._next_s = 0.0
+    assert not flow.step()
+    due_s = flow.next_due_s()
+    assert due_s is not None and due_s > 1.0
