@@ -506,7 +506,10 @@ class OpenAttempt:
             self._refusing_tiers.add(storage.tier)
 
     async def _set_times_on_nvme(self, storage: TierStorage, content: int, row: Inode, seen_ns: int) -> None:
-        """Set the times of a file before the next attempt, unless its mtime is not `seen_ns`: it is being written."""
+        """Set the times of a file before the next attempt.
+
+        If its mtime is not `seen_ns` any more, another program writes it: leave them.
+        """
 
         def set_times() -> None:
             with disk.closing(storage.open(content)) as fd:
