@@ -178,8 +178,7 @@ class Prepare:
                 time.sleep(limits.PREPARED_PAUSE_S)
             self._require_room(left_bytes)
 
-        with self._huge_pages():
-            self._tiers.prepared.add(size, before_piece, touches=self._is_virtual_machine)
+        self._tiers.prepared.add(size, before_piece, touches=self._is_virtual_machine, around_piece=self._huge_pages)
 
     def _require_room(self, size: int) -> None:
         """Raise NoSpace unless `size` more bytes can be prepared. Called before every piece."""

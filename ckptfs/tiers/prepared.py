@@ -27,6 +27,7 @@ import stat
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,12 +154,15 @@ class PreparedFiles:
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 
-    def add(self, size_bytes: int, before_piece: Callable[[int], None] = lambda _: None, *, touches: bool = False) -> PreparedFile:
+    def add(
+        self, size_bytes: int, before_piece: Callable[[int], None] = lambda _: None, *, touches: bool = False,
+        around_piece: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
+    ) -> PreparedFile:  # fmt: skip
         """Prepare one file.
 
         `before_piece` gets the bytes still to be allocated and may raise to stop. A failure leaves nothing.
 
-        `touches`: see `_touch_free_pages`.
+        `touches`: see `_touch_free_pages`. `around_piece` is entered while the pages of a piece are allocated.
         """
         unique = uuid.uuid4().hex
         unfinished, file = _UNFINISHED + unique, PreparedFile(size_bytes, f"{size_bytes:x}-{unique}")
@@ -167,9 +171,10 @@ class PreparedFiles:
         try:
             for offset in range(0, size_bytes, _PIECE_BYTES):
                 before_piece(size_bytes - offset)
-                if touches:
-                    self._touch_free_pages(_PIECE_BYTES)
-                top_up(fd, offset, min(_PIECE_BYTES, size_bytes - offset))
+                with around_piece():
+                    if touches:
+                        self._touch_free_pages(_PIECE_BYTES)
+                    top_up(fd, offset, min(_PIECE_BYTES, size_bytes - offset))
             disk.rename("prepare:publish", unfinished, file.name, old_fd=self._directory, new_fd=self._directory)
         except BaseException:
             with contextlib.suppress(OSError):

@@ -9,10 +9,10 @@ from local_node import Node, run_until_idle
 from loop_disk import tmpfs_at
 
 from ckptfs import limits, procfs
+from ckptfs.catalog import contents
 from ckptfs.flow.prepare import Prepare
 from ckptfs.model import Tier
-from ckptfs.tiers import huge_pages
-from ckptfs.tiers.prepared import PreparedFiles
+from ckptfs.tiers import huge_pages, prepared
 from ckptfs.tiers.storage import Tiers, TierStorage
 
 pytestmark = pytest.mark.root
@@ -58,21 +58,28 @@ def test_where_the_host_takes_free_memory_only_prepared_files_get_them(
     gives_memory_back(monkeypatch, tmp_path, True)
     huge_pages.set_for_fresh_files(tier, True)
     assert not has_huge_pages(tier)
-    node, found = Node(tmp_path / "node"), []
+    node, found, between = Node(tmp_path / "node"), [], []
     ram = TierStorage(Tier.RAM, tier, budget_bytes=1024 * limits.MIB)
     node.tiers = Tiers(dict(node.tiers) | {Tier.RAM: ram}, node.config.ram_high)
-    add = PreparedFiles.add
+    top_up = prepared.top_up
 
-    def look(*values: Any, **named: Any) -> Any:
+    def look(*values: Any) -> None:
         found.append(has_huge_pages(tier))
-        return add(*values, **named)
+        top_up(*values)
 
-    monkeypatch.setattr(PreparedFiles, "add", look)
+    def count_writers(_: object) -> int:
+        """Asked before each piece: writers go first, and get small pages."""
+        between.append(has_huge_pages(tier))
+        return 0
+
+    monkeypatch.setattr(prepared, "top_up", look)
+    monkeypatch.setattr(contents, "count_writers", count_writers)
     monkeypatch.setattr(procfs, "get_memory_pressure", lambda: 0.0)
     monkeypatch.setattr(limits, "PASSTHROUGH_SPACE_UNKNOWN_BYTES_MIN", 64 * limits.MIB)
     node.tiers.prepared.record_size(b"a", 16 * limits.MIB)
     run_until_idle(Prepare(node.db, node.tiers, node.config, node.told))
     assert found == [True]
+    assert between == [False]
     assert not has_huge_pages(tier)
     node.tiers.close()
 
