@@ -35,7 +35,7 @@ from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
 from ckptfs_daemon.mount.open_files.tier_calls import (
     close_logged,
     open_on_pfs,
-    run_if_answered,
+    require_answer,
     run_in_thread,
     run_on_pfs,
     run_unless_cancelled,
@@ -256,8 +256,7 @@ class FileHandlers:
     async def _move_to(self, file: OpenFile, source: TierStorage, content: int, target: TierStorage) -> bool:
         """Copy, verify, record, and only then remove the source (P5)."""
         try:
-            if target.tier is Tier.NVME:
-                await run_if_answered(target, target.probe)
+            await require_answer(target)
             fd = await run_in_thread(target.tier, lambda: local_copies.copy_open(file.fd, target, content))
         except (OSError, CkptfsError) as failure:
             level = logging.DEBUG if failure.errno in health.FULL_ERRNOS else logging.INFO

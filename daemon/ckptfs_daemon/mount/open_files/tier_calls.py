@@ -113,6 +113,12 @@ async def run_if_answered(storage: TierStorage, act: Callable[[], T], discard: C
     raise posix_error(errno.ETIMEDOUT)
 
 
+async def require_answer(storage: TierStorage) -> None:
+    """Raise OSError if NVMe fails or does not answer, before a long copy to it. Ask no other tier."""
+    if storage.tier is Tier.NVME:
+        await run_if_answered(storage, storage.probe)
+
+
 def _take(claim: list[bool]) -> bool:
     """Empty `claim`. Return False if it is empty."""
     try:

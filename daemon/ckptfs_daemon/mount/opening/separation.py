@@ -31,7 +31,7 @@ from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.cluster.shared_namespace import LocalNamespace
 from ckptfs_daemon.mount.context import MountContext, reserve_content
 from ckptfs_daemon.mount.open_files.open_file import OpenFile
-from ckptfs_daemon.mount.open_files.tier_calls import run_if_answered, run_in_thread
+from ckptfs_daemon.mount.open_files.tier_calls import require_answer, run_in_thread
 from ckptfs_daemon.mount.opening.open_request import MustWait
 from ckptfs_daemon.mount.opening.tier_choice import SpaceWait
 
@@ -132,8 +132,7 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
     is_separated = False
     with reserve_content(context.db, target.tier) as copied:
         try:
-            if target.tier is Tier.NVME:
-                await run_if_answered(target, target.probe)
+            await require_answer(target)
             await run_in_thread(max(source.tier, target.tier, key=list(Tier).index), lambda: _copy(source, target, content, copied))
             disk.reach("history:copied")
             readers = await _switch_readers(context, content.inode, target, copied)
