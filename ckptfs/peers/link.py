@@ -196,7 +196,8 @@ class Link:
             with self._contents_changed:
                 self._readers[content] -= 1
                 is_last = not self._readers[content]
-                self._readers += Counter()  # Contents without readers are forgotten.
+                if is_last:
+                    del self._readers[content]
             if is_last:
                 self.notify(self.stub.EndRead, pb.RecordRequest(content=content))
 

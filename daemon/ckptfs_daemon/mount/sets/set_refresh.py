@@ -42,9 +42,10 @@ class SetRefresh:
         await shared_namespace.wait_published()
         await shared_namespace.refresh_inodes(inodes)
         for inode in inodes if shared_namespace.is_shared else ():
-            if not set_members.list_places(self._context.db, inode):
+            if not (places := set_members.list_places(self._context.db, inode)):
                 await self._refresh_names(inode)
-            for directory, _ in set_members.list_places(self._context.db, inode):
+                places = set_members.list_places(self._context.db, inode)
+            for directory, _ in places:
                 while directory and directory not in seen:
                     seen.add(directory)
                     await shared_namespace.refresh_directory(directory)

@@ -482,7 +482,7 @@ class MemberSearch:
         It is a series of its own.
         """
         found = []
-        for directory, name in set_members.list_places(self._db, inode):
+        for directory, name in self._places[inode]:
             is_directory = set_members.list_possible_members(self._db, directory)[name][1]
             member = Member((0,), name, name, (name,))
             found.append(FoundMember(directory, Series((name,)), member, {name: inode}, inode if is_directory else None, True))
