@@ -345,9 +345,9 @@ def _record_observed(db: Database, batch: PfsBatch, observed: ObservedNames) -> 
         seen = observed.get(show.location.pfs_name)
         if seen is None:
             continue
-        if show.inode in restamped:
-            seen_now = "UPDATE pfs_entry SET seen_ino = ?, seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ?"
-            db.run(seen_now, seen.ino, seen.mode, seen.uid, seen.gid, show.inode)
+        if show.inode in restamped:  # A stale name may show a former file of this inode, which has its own attributes.
+            seen_now = "UPDATE pfs_entry SET seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ? AND seen_ino = ?"
+            db.run(seen_now, seen.mode, seen.uid, seen.gid, show.inode, seen.ino)
         if not stat.S_ISREG(seen.mode):
             continue
         if show.inode in restamped:

@@ -164,3 +164,18 @@ def test_a_directory_that_both_removed_holds_nothing_up(mount: Mount) -> None:
     mount.rmdir(b"d")
     mount.put(b"after", b"3")
     mount.settle_exactly()
+
+
+def test_a_former_file_under_a_replaced_name_is_no_external_change(mount: Mount) -> None:
+    """H1: the name shows the former file until its new bytes are there, also if that file goes on under another name."""
+    mount.link(b"run/a", b"run/other")
+    mount.settle()
+    mount.put(b"run/new", b"new")
+    mount.rename(b"run/new", b"run/a")
+    content = mount.append(b"run/a", b" bytes", closed=False)
+    mount.append(b"run/other", b" and more")
+    mount.utime(b"run/other", 5)
+    mount.settle()
+    assert mount.on_pfs()[b"run/a"][1] == b"ours 1", "the new file is still open"
+    mount.close(content, len(b"new bytes"))
+    mount.settle_exactly()
