@@ -237,14 +237,14 @@ def _is_expected_file(observed: PfsEntryStat, known: KnownName) -> bool:
 def can_take_external_change(db: Database, inode: int) -> bool:
     """Return True if an external change may replace the file: the PFS has all of it, and it is not open."""
     row = db.row(
-        "SELECT k.state, u.complete, u.generation = k.generation FROM inode i LEFT JOIN content k ON k.id = i.content"
+        "SELECT i.content, k.state, u.complete, u.generation = k.generation FROM inode i LEFT JOIN content k ON k.id = i.content"
         " LEFT JOIN pfs_file u ON u.inode = i.id WHERE i.id = ?",
         inode,
     )
     if row is None or handles.is_open(db, inode):
         return False
-    state, complete, same = row
-    return state is None or state == 4 or (state == 2 and bool(complete) and bool(same))
+    content, state, complete, same = row
+    return content is None or state == 4 or (state == 2 and bool(complete) and bool(same))
 
 
 # --- changing --------------------------------------------------------------------------------------------------------

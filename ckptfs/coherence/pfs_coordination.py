@@ -538,9 +538,7 @@ def _refresh_batch(db: Database, store: Transactions, directory: int, names: Seq
     told = read.parse_outcome(keys, store.read(read.build_gets(keys)))
     subjects = {value["child"] for key in keys if key.kind == NAME and (value := told[key].value.fields)}
     subjects |= {value["inode"] for key in keys if key.kind == PFS_NAME and (value := told[key].value.fields)}
-    more = [SharedKey(kind, inode) for inode in sorted(subjects - {0}) for kind in (INODE, PFS_STATE)]
-    if more:
-        told |= read.parse_outcome(more, store.read(read.build_gets(more)))
+    told |= read.read_inodes(store, sorted(subjects - {0}))
     read.apply_values(
         db, {key: one for key, one in told.items() if key.kind in {PFS_NAME, PFS_STATE} or one.value.raw is not None}, RecentDeletes()
     )

@@ -234,12 +234,19 @@ def load_below(db: Database, store: Transactions, directory: int) -> set[int]:
         values = [value for item in items if (value := decode_item(item)) is not None]
         layer = [value["child"] for value in values if value["type"] == DIRECTORY_TYPE and value["child"] not in found]
         found.update(value["child"] for value in values)
-    unknown = [inode for inode in found if not key_state.get_cached(db, SharedKey(INODE, inode)).revision]
-    wanted = [SharedKey(kind, inode) for kind in (INODE, PFS_STATE) for inode in unknown]
-    inodes = parse_outcome(wanted, store.read(build_gets(wanted)))
-    written = [SharedKey(CONTENT, content) for one in inodes.values() if (content := (one.value.fields or {}).get("content"))]
-    store_values = inodes | parse_outcome(written, store.read(build_gets(written)))
+    store_values = read_inodes(store, [inode for inode in found if not key_state.get_cached(db, SharedKey(INODE, inode)).revision])
     apply_values(db, {key: one for key, one in store_values.items() if one.value.raw is not None}, RecentDeletes())
+    return found
+
+
+def read_inodes(store: Transactions, inodes: Iterable[int]) -> dict[SharedKey, StoreValue]:
+    """Return what the store says of inodes, of what the PFS shows of them, and of their contents."""
+    found: dict[SharedKey, StoreValue] = {}
+    keys = [SharedKey(kind, inode) for kind in (INODE, PFS_STATE) for inode in inodes]
+    while keys:
+        told = parse_outcome(keys, store.read(build_gets(keys)))
+        found |= told
+        keys = [SharedKey(CONTENT, content) for one in told.values() if (content := (one.value.fields or {}).get("content"))]
     return found
 
 

@@ -140,3 +140,21 @@ async def test_a_request_fails_alone_while_the_store_cannot_serve_it(cluster: Wr
     await refresh(cluster.nodes[0], 1e6)
     found = mover_requests.get(db, request)
     assert found is not None and found.state == mover_requests.FAILED
+
+
+@pytest.mark.parametrize("change", ["removed", "written"])
+@in_cluster
+async def test_an_external_change_takes_nothing_that_another_node_wrote_since(cluster: WriterCluster, change: str) -> None:
+    """P5: the PFS does not have it yet, and the node that scans does not hold it."""
+    one, two, _ = cluster.nodes
+    await one.put("f", b"1")
+    await cluster.settle()
+    await two.stat("f")
+    await one.put("f", b"22")
+    if change == "removed":
+        (cluster.pfs / "f").unlink()
+    else:
+        (cluster.pfs / "f").write_bytes(b"external")
+    await cluster.compare(two, ROOT)
+    await cluster.settle()
+    assert cluster.shared()[b"f"][1] == (cluster.pfs / "f").read_bytes() == b"22"
