@@ -376,10 +376,9 @@ def record_external_change(db: Database, directory: int, observed: PfsEntryStat)
 # --- vanished names --------------------------------------------------------------------------------------------------
 
 
-def list_expected(db: Database, directory: int) -> list[tuple[bytes, int, int]]:
-    """Return (name, inode, its mode) of all entries that the PFS is expected to show in this directory."""
-    shown = "SELECT p.name, p.inode, coalesce(i.mode, 0) FROM pfs_entry p LEFT JOIN inode i ON i.id = p.inode WHERE p.parent = ?"
-    return db.rows(shown, directory)
+def list_expected(db: Database, directory: int) -> list[bytes]:
+    """Return the names that the PFS is expected to show in this directory."""
+    return [bytes(name) for name in db.column("SELECT name FROM pfs_entry WHERE parent = ?", directory)]
 
 
 def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
@@ -398,18 +397,10 @@ def record_vanished(db: Database, pending: PendingChanges, name: bytes) -> bool:
     return True
 
 
-def list_tree(db: Database, inode: int) -> list[tuple[int, list[bytes]]]:
-    """Return (directory, its names) of the tree at `inode`, the deepest first; empty for a non-directory."""
-    found: list[tuple[int, list[bytes]]] = []
-    level = [inode] if is_directory(db, inode) else []
-    while level:
-        below: list[int] = []
-        for directory in level:
-            rows = db.rows("SELECT e.name, e.child, i.mode FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?", directory)
-            found.append((directory, [bytes(row[0]) for row in rows]))
-            below += [row[1] for row in rows if stat.S_ISDIR(row[2])]
-        level = below
-    return found[::-1]
+def list_directory(db: Database, directory: int) -> tuple[list[bytes], list[int]]:
+    """Return (names, subdirectories) of a directory in the mount."""
+    rows = db.rows("SELECT e.name, e.child, i.mode FROM entry e JOIN inode i ON i.id = e.child WHERE e.parent = ?", directory)
+    return [bytes(row[0]) for row in rows], [row[1] for row in rows if stat.S_ISDIR(row[2])]
 
 
 def _delete_name(db: Database, directory: int, name: bytes, inode: int) -> None:

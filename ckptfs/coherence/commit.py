@@ -138,7 +138,8 @@ class _TransactionBuilder:
             return None
         changes: dict[int, list[SharedKey]] = {}
         for change, key in self._dirty:
-            changes.setdefault(change, []).append(key)
+            if not self._is_deleted_later(key, change):
+                changes.setdefault(change, []).append(key)
         self._transaction.is_complete = len(self._dirty) < 4 * limits.ETCD_OPERATIONS_MAX
         for keys in changes.values():
             is_added = self._transaction.change_count < changes_max and self._add_change(sorted(dict.fromkeys(keys), key=self._get_rank))
@@ -193,6 +194,14 @@ class _TransactionBuilder:
         directory = SharedKey(INODE, _get_child(known.raw))
         inode, now = self._load_value(directory)
         return bool(inode.revision) and now is None and key_state.is_dirty(self._db, directory)
+
+    def _is_deleted_later(self, key: SharedKey, change: int) -> bool:
+        """Return True for a removed directory of which a later change is: it goes with that, when empty."""
+        if key.kind != INODE or self._load_value(key)[1] is not None:
+            return False
+        is_directory = stat.S_ISDIR((self._load_value(key)[0].fields or {"mode": 0})["mode"])
+        later = "SELECT 1 FROM dirty_key WHERE kind = ? AND number = ? AND change > ? LIMIT 1"
+        return is_directory and self._db.value(later, INODE, key.number, change) is not None
 
     def _add_part_of_change(self, keys: list[SharedKey]) -> None:
         for key in keys:

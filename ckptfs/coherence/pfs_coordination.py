@@ -524,6 +524,20 @@ def _strip_intent(value: Value) -> Value:
     return {name: held for name, held in value.items() if name not in {"by", "of", "batch", "changing"}}
 
 
+def load_names(db: Database, store: Transactions, directory: int) -> None:
+    """Record the names in a directory that are new on this node, with what the PFS shows, or gone.
+
+    Raises StoreUnreachable.
+    """
+    after: bytes | None = b""
+    while after is not None:
+        outcome = store.read([read.build_page_get(directory, after, limits.ETCD_PAGE_ITEMS)])
+        names, after = read.parse_page(db, directory, after, limits.ETCD_PAGE_ITEMS, outcome)
+        read.apply_values(db, {key: one for key, one in names.items() if one.value.raw is None}, RecentDeletes())
+        shown = [SharedKey(PFS_NAME, directory, key.name) for key, one in names.items() if one.value.raw is not None]
+        refresh_names(db, store, directory, [key.name for key in shown if not key_state.get_cached(db, key).revision])
+
+
 def refresh_names(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:
     """Record names of a directory. Return those that other nodes change. Raises StoreUnreachable."""
     store_loss.require_adopted(db)

@@ -36,7 +36,7 @@ from ckptfs.coherence import key_state, pfs_coordination, store_loss
 from ckptfs.config import Config
 from ckptfs.errors import Busy, CkptfsError, StoreRefused, StoreUnreachable, TierUnavailable
 from ckptfs.model import ROOT, Notifier, PfsEntryStat
-from ckptfs.store.kv import Get
+from ckptfs.store.kv import Get, Transactions
 from ckptfs.tiers import health, pfs_identity, pfs_ownership, pfs_tree
 from ckptfs.tiers.storage import Tiers
 
@@ -62,7 +62,6 @@ CLUSTER_IMPORT_BATCH = limits.ETCD_OPERATIONS_MAX // 10
 DIRECTORY_ERRNOS = {errno.EACCES, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBUSY}
 
 Item = TypeVar("Item")
-RefreshNames = Callable[[list[bytes]], set[bytes]]
 
 
 class Scan:
@@ -71,6 +70,7 @@ class Scan:
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster: Cluster | None = None) -> None:
         """`cluster`: the other nodes, which use the same PFS; None on a single node."""
         self._cluster = cluster
+        self._store = None if cluster is None else cluster.store
         self._db = db
         self._config = config
         self._notify = notify
@@ -232,7 +232,7 @@ class Scan:
         """Compare one directory with the PFS. Raises OSError or TierUnavailable if it cannot be listed."""
         root_fd = self._open_root()
         try:
-            pending = disk.act("scan:begin", scans.record_scan_begin, self._db, directory)
+            pending = disk.act("scan:begin", _begin_scan, self._db, self._store, directory)
             self._load_location(directory)
             names = pfs_state.find_path(self._db, directory)
             if names is None:
@@ -240,7 +240,7 @@ class Scan:
                 return
             with disk.closing(self._open_directory(root_fd, names, directory)) as fd:
                 progress = functools.partial(self._report_progress, directory)
-                DirectoryScan(self._db, self._notify, pending, fd, progress, self._build_refresh_names(directory), self._is_gone).run()
+                DirectoryScan(self._db, self._notify, pending, fd, progress, self._store, self._is_gone).run()
         except BaseException:
             scans.record_scan_end(self._db, directory, whole=False)
             raise
@@ -285,13 +285,6 @@ class Scan:
             return not self._cluster.store.read([Get(locations.build_inode_key(inode), keys_only=True)]).results[0]
         except CkptfsError:
             return False
-
-    def _build_refresh_names(self, directory: int) -> RefreshNames | None:
-        """Return the function that reads listed names from the store; None on a single node."""
-        if self._cluster is None:
-            return None
-        store = self._cluster.store
-        return lambda names: pfs_coordination.refresh_names(self._db, store, directory, names)
 
     def _wait_published(self) -> None:
         """Wait up to `ETCD_WAIT_S` until the store has the names: all nodes then agree on them."""
@@ -341,11 +334,9 @@ class Scan:
             with disk.closing(fd):
                 if not self._take(ancestor):
                     return
-                pending = scans.record_scan_begin(self._db, ancestor)
+                pending = _begin_scan(self._db, self._store, ancestor)
                 try:
-                    DirectoryScan(
-                        self._db, self._notify, pending, fd, refresh_names=self._build_refresh_names(ancestor)
-                    ).record_vanished_name(names[depth])
+                    DirectoryScan(self._db, self._notify, pending, fd, store=self._store).record_vanished_name(names[depth])
                 finally:
                     scans.record_scan_end(self._db, ancestor, whole=False)
                     self._leave(ancestor)
@@ -357,14 +348,14 @@ class DirectoryScan:
 
     def __init__(
         self, db: Database, notify: Notifier, pending: PendingChanges, fd: int, progress: Callable[[], None] = lambda: None,
-        refresh_names: RefreshNames | None = None, is_gone: Callable[[int], bool] = lambda inode: False,
+        store: Transactions | None = None, is_gone: Callable[[int], bool] = lambda inode: False,
     ) -> None:  # fmt: skip
-        """`refresh_names` reads names from the store and returns those that must be left to other nodes.
+        """`store` has the names that other nodes have made or change; None on a single node.
 
         `is_gone` returns True if a file certainly has no name any more. `progress` is called for each batch of the listing.
         """
         self._is_gone = is_gone
-        self._refresh_names = refresh_names
+        self._store = store
         self._db = db
         self._notify = notify
         self._pending = pending
@@ -386,10 +377,10 @@ class DirectoryScan:
         for batch in _split(listing, LISTED_BATCH):
             self._progress()
             names.update(seen.name for seen in batch)
-            self._exclude_pending_elsewhere([seen.name for seen in batch])
+            self._exclude_pending_elsewhere(self._pending, [seen.name for seen in batch])
             replaced += self._import_entries(self._list_differing(batch))
         self._report_external()
-        self._record_vanished(name for name, _, _ in scans.list_expected(self._db, self._directory) if name not in names)
+        self._record_vanished(name for name in scans.list_expected(self._db, self._directory) if name not in names)
         for seen in replaced:
             self._delete_tree(seen.name)
             self._import_entries([seen])
@@ -456,7 +447,7 @@ class DirectoryScan:
     def _import_entries(self, batch: list[PfsEntryStat]) -> list[PfsEntryStat]:
         """Import the entries that differ. Return those that changed to or from a directory; they come last."""
         replaced = []
-        for part in _split(self._load_details(batch), IMPORT_BATCH if self._refresh_names is None else CLUSTER_IMPORT_BATCH):
+        for part in _split(self._load_details(batch), IMPORT_BATCH if self._store is None else CLUSTER_IMPORT_BATCH):
             done: list[tuple[PfsEntryStat, ScanVerdict, int | None]] = []
             with scans.import_transaction(self._db):
                 self._pending.update(self._db)
@@ -491,14 +482,14 @@ class DirectoryScan:
             else:
                 log.info("%s: changed on the PFS from outside of ckptfs; the new content is imported", shown)
 
-    def _exclude_pending_elsewhere(self, names: list[bytes]) -> None:
-        if self._refresh_names is not None and names:
-            self._pending.names |= self._refresh_names(names)
+    def _exclude_pending_elsewhere(self, pending: PendingChanges, names: list[bytes]) -> None:
+        if self._store is not None and names:
+            pending.names |= pfs_coordination.refresh_names(self._db, self._store, pending.directory, names)
 
     def _record_vanished(self, candidates: Iterable[bytes]) -> None:
         """Record that these names are gone, after looking for each one on its own."""
         gone = [name for name in candidates if pfs_tree.is_absent(self._fd, name)]
-        self._exclude_pending_elsewhere(gone)  # After the look: else another node could rename the file between the two.
+        self._exclude_pending_elsewhere(self._pending, gone)  # After the look: else another node could rename the file between the two.
         for name in gone:
             self._delete_tree(name)
 
@@ -509,13 +500,20 @@ class DirectoryScan:
         if known.inode is None or self._pending.is_pending(name, known.inode):
             return
         # A directory that the mount shows elsewhere has moved: only its old name goes.
-        tree = scans.list_tree(self._db, known.inode) if known.child == known.inode else []
-        for directory, below in tree:
-            pending = scans.record_scan_begin(self._db, directory)
-            try:
-                self._delete_names(pending, below)
-            finally:
-                scans.record_scan_end(self._db, directory, whole=False)
+        is_tree = known.child == known.inode and scans.is_directory(self._db, known.inode)
+        level, tree = [known.inode] if is_tree else [], list[tuple[PendingChanges, list[bytes]]]()
+        try:
+            for directory in level:
+                pending = _begin_scan(self._db, self._store, directory)
+                names, below = scans.list_directory(self._db, directory)
+                tree.append((pending, names))
+                level.extend(below)
+                self._exclude_pending_elsewhere(pending, names)
+            for pending, names in reversed(tree):  # The deepest first.
+                self._delete_names(pending, names)
+        finally:
+            for pending, _ in tree:
+                scans.record_scan_end(self._db, pending.directory, whole=False)
         self._names_changed = self._delete_names(self._pending, [name]) or self._names_changed
 
     def _delete_names(self, pending: PendingChanges, names: list[bytes]) -> bool:
@@ -531,6 +529,13 @@ class DirectoryScan:
         if gone:
             self._notify.wake_lanes()
         return bool(gone)
+
+
+def _begin_scan(db: Database, store: Transactions | None, directory: int) -> PendingChanges:
+    """Begin a scan that knows the names of other nodes in a directory. `store`: None on a single node."""
+    if store is not None:
+        pfs_coordination.load_names(db, store, directory)
+    return scans.record_scan_begin(db, directory)
 
 
 def _is_directory_error(failure: Exception) -> bool:

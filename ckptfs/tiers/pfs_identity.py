@@ -339,7 +339,7 @@ def _build_pin(root_fd: int) -> str:
 
 def _find_unexpected(db: Database, root_fd: int) -> str:
     """Return why a directory cannot be the PFS: it lacks all known names; or ""."""
-    names = [name for name, _, _ in scans.list_expected(db, ROOT)][:EXPECTED_NAMES_MAX]
+    names = scans.list_expected(db, ROOT)[:EXPECTED_NAMES_MAX]
     if not names or any(pfs_ownership.find_stat(root_fd, name) is not None for name in names):
         return ""
     return f"none of the names that should be there is, such as {os.fsdecode(names[0])}"

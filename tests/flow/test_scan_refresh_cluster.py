@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 import trio
-from shared_catalogs import settled
+from shared_catalogs import settled, stored
 from writers_together import Writer, WriterCluster, in_cluster
 
 from ckptfs.catalog import copies, mover_requests, scans
+from ckptfs.coherence.keys import PFS_NAME
 from ckptfs.errors import StoreUnreachable
 from ckptfs.flow import scan
 from ckptfs.flow.scan import Scan
@@ -140,6 +141,24 @@ async def test_a_request_fails_alone_while_the_store_cannot_serve_it(cluster: Wr
     await refresh(cluster.nodes[0], 1e6)
     found = mover_requests.get(db, request)
     assert found is not None and found.state == mover_requests.FAILED
+
+
+@pytest.mark.parametrize("known", ["d", "d/f"])
+@in_cluster
+async def test_a_directory_that_is_moved_on_the_pfs_goes_with_what_only_other_nodes_know(cluster: WriterCluster, known: str) -> None:
+    """P3: one scan by any node, and the names and levels are right on all of them."""
+    one, two, three = cluster.nodes
+    await one.mkdir("d")
+    await one.put("d/f", b"1")
+    await two.stat(known)
+    await one.mkdir("d/e")
+    await one.put("d/e/g", b"2")
+    await cluster.settle()
+    (cluster.pfs / "d").rename(cluster.pfs / "moved")
+    await cluster.compare(two, ROOT)
+    await settled(cluster.nodes)
+    assert await one.names() == await two.names() == await three.names() == [b"moved"]
+    assert [key.name for key in stored(cluster.etcd) if key.kind == PFS_NAME] == [b"moved"]
 
 
 @pytest.mark.parametrize("change", ["removed", "written"])
