@@ -8,7 +8,7 @@ Crash safety: an outcome is applied in one transaction of the catalog. The next 
 
 import base64
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptfs import limits
@@ -19,7 +19,7 @@ from ckptfs.coherence import chain, key_state, keys, merge, read
 from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import CONTENT, INODE, NAME, SharedKey, Value, decode_key
+from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_NAME, PFS_STATE, SharedKey, Value, decode_key
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.store.kv import Outcome
 
@@ -238,6 +238,7 @@ class ConflictResolver:
             self._restore_inodes(key)
         for key in sorted(reverting):
             self._set_name(key)
+        self._restore_on_pfs([*(SharedKey(PFS_NAME, *key[1:]) for key in reverting), *(SharedKey(PFS_STATE, child) for child in children)])
         self._inodes_to_recount |= children
         self._set_link_counts()
         never = {inode for inode in self._result.unlinked_inodes if not key_state.get_cached(self._db, SharedKey(INODE, inode)).revision}
@@ -300,6 +301,12 @@ class ConflictResolver:
             now = key_state.ABSENT
         keys.write_value(self._db, key, now.fields)
         key_state.set_cached(self._db, key, now)
+
+    def _restore_on_pfs(self, keys_on_pfs: Iterable[SharedKey]) -> None:
+        """Let the PFS show what the store says: a scan that found a name gone finds it again."""
+        for key in keys_on_pfs:
+            if key_state.is_dirty(self._db, key):
+                keys.write_value(self._db, key, key_state.get_cached(self._db, key).fields)
 
 
 def record_commit(db: Database, transaction: StoreTransaction, revision: int, recent_deletes: RecentDeletes) -> None:

@@ -161,6 +161,32 @@ async def test_a_directory_that_is_moved_on_the_pfs_goes_with_what_only_other_no
     assert [key.name for key in stored(cluster.etcd) if key.kind == PFS_NAME] == [b"moved"]
 
 
+@in_cluster
+async def test_a_directory_that_vanished_is_looked_for_again_if_another_node_found_a_file_in_it_meanwhile(cluster: WriterCluster) -> None:
+    """P3: the removal is refused as a whole; the directory would else stay for ever, and be on no PFS."""
+    one, two, _ = cluster.nodes
+    await one.mkdir("d")
+    await one.put("g", b"2")
+    await cluster.settle()
+    directory, place, away = (await two.stat("d")).id, cluster.pfs / "d", cluster.pfs.parent / "moved"
+    (place / "external").write_bytes(b"3")
+    place.rename(away)
+
+    async def find() -> None:
+        away.rename(place)
+        await cluster.compare(one, directory)
+        await settled([one])
+        place.rename(away)
+
+    cluster.meanwhile["scan:vanish"] = find
+    await cluster.compare(two, ROOT)
+    await settled(cluster.nodes)
+    assert await one.names("d") == [b"external"]
+    await cluster.compare(two, ROOT)
+    await settled(cluster.nodes)
+    cluster.exact()
+
+
 @pytest.mark.parametrize("change", ["removed", "written"])
 @in_cluster
 async def test_an_external_change_takes_nothing_that_another_node_wrote_since(cluster: WriterCluster, change: str) -> None:
