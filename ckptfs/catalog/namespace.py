@@ -255,6 +255,7 @@ def delete_forgotten(db: Database, inodes: Iterable[int]) -> dict[int, list[int]
     for inode in gone:
         db.run("DELETE FROM xattr WHERE inode=?", inode)
         db.run("DELETE FROM inode WHERE id=?", inode)
+        db.run("DELETE FROM pfs_pending WHERE inode=?1 AND NOT EXISTS (SELECT 1 FROM journal WHERE inode=?1)", inode)
     return doomed
 
 

@@ -277,8 +277,6 @@ def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) 
         db.run("UPDATE inode SET imported = 0, scanned_ns = ? WHERE id = ?", _ADOPTED, inode)
     if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND}:
         _record_external_write(db, inode, observed)
-    if verdict is ScanVerdict.FOUND:
-        db.run("DELETE FROM pfs_pending WHERE parent = ? AND name = ? AND inode = ?", directory, observed.name, inode)
     if verdict in {ScanVerdict.CONTENT, ScanVerdict.ATTRIBUTES} and known.last_stat is not None:
         _record_external_attributes(db, inode, known.last_stat, observed)
     _record_expected(db, directory, observed, inode)

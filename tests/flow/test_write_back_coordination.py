@@ -15,7 +15,7 @@ from shared_catalogs import async_tests, run_seeded, settled, stored
 from write_back_world import Refusal, intercepted, unreadable
 from writers_together import WriterCluster
 
-from ckptfs.catalog import scans, summary
+from ckptfs.catalog import namespace, scans, summary
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import INODE, PFS_NAME, PFS_STATE, SharedKey, encode_fields, encode_key
 from ckptfs.errors import CkptfsError
@@ -1126,3 +1126,22 @@ async def test_a_name_in_a_directory_that_is_nowhere_delays_nobody(cluster: Writ
     await cluster.settle()
     assert nowhere in stored(cluster.etcd)[inode]["names"]
     put_names([[ROOT, "file"]])
+
+
+@pytest.mark.parametrize("is_removed", [False, True])
+@on_two_nodes()
+async def test_a_name_that_another_node_showed_or_removed_is_not_pending(cluster: WriterCluster, is_removed: bool) -> None:
+    """No row may wait for ever for what another node has done."""
+    one, two = cluster.nodes
+    await one.put("f", b"1")
+    await two.rename("f", "g")
+    await cluster.write_back_all(two)
+    inode = (await one.stat("g")).id
+    assert two.db.rows("SELECT name, inode FROM pfs_pending") == [(b"g", inode)]
+    if is_removed:
+        await one.unlink("g")
+    await cluster.settle()
+    await two.sharing.refresh_inode(inode)
+    with two.db.transaction():
+        namespace.delete_forgotten(two.db, [inode])
+    assert two.db.rows("SELECT * FROM pfs_pending") == []
