@@ -232,7 +232,8 @@ def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -
     """Return (content, tier) of doomed contents after the content `after`; no tier: only the row is left."""
     rows = db.rows(
         "SELECT k.id, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id"
-        " WHERE k.state = 3 AND k.id > ? AND (c.tier IS NULL OR c.tier IN (SELECT value FROM json_each(?)))"
+        " WHERE k.state = 3 AND k.id > ? AND (c.tier IN (SELECT value FROM json_each(?))"
+        " OR (c.tier IS NULL AND NOT (k.remote = 1 AND k.announce_state > 1)))"
         " AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
@@ -252,11 +253,17 @@ def delete_doomed(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> N
     with db.transaction():
         for number, tier in dropped:
             db.run("DELETE FROM copy WHERE content = ? AND tier = ?", number, tier)
+            # Another node may have restored the file meanwhile, or a file of another node got new bytes on this one.
             db.run(
-                "DELETE FROM content WHERE id = ? AND state = 3 AND NOT EXISTS (SELECT 1 FROM copy WHERE copy.content = content.id)", number
+                "UPDATE content SET announce_state = 2 WHERE id = ? AND announce_state = 1"
+                " AND (state <> 3 OR (remote = 1 AND EXISTS (SELECT 1 FROM inode i WHERE i.id = content.inode AND i.nlink > 0)))",
+                number,
             )
-            # Another node may have restored the file meanwhile.
-            db.run("UPDATE content SET announce_state = 2 WHERE id = ? AND state <> 3 AND announce_state = 1", number)
+            db.run(
+                "DELETE FROM content WHERE id = ? AND state = 3 AND NOT (remote = 1 AND announce_state > 1)"
+                " AND NOT EXISTS (SELECT 1 FROM copy WHERE copy.content = content.id)",
+                number,
+            )
 
 
 def has_copy(db: Database, content: int, tier: Tier) -> bool:

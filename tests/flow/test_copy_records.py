@@ -8,7 +8,7 @@ import pytest
 from clique_world import LocalCluster, Node, bring, cluster_of, level, make_cluster, replicate, replicated
 from local_node import run_until_idle
 from memory_store import MemoryStore
-from salvage_world import NEW, OLD, file_of, make_replicated, overwrite, publish, send
+from salvage_world import NEW, OLD, file_of, make_replicated, overwrite, publish, send, tidy
 
 from ckptfs import limits
 from ckptfs.catalog import contents, copies, mover_requests, peer_copies, remote_contents
@@ -22,7 +22,7 @@ from ckptfs.store.kv import Compare, Delete, Get, Operation, Outcome, prefix_end
 
 @pytest.fixture(autouse=True)
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DROP_RECORDS_FIRST_S", "SALVAGE_RIVALS_S", "SALVAGE_MARGIN_S"):
+    for name in ("DROP_RECORDS_FIRST_S", "READ_GRACE_S", "SALVAGE_RIVALS_S", "SALVAGE_MARGIN_S"):
         monkeypatch.setattr(limits, name, 0.0)
 
 
@@ -81,6 +81,21 @@ def test_of_what_a_dead_node_replaced_of_a_dead_nodes(tmp_path: Path) -> None:
     cluster.put(f"i/{inode:016x}", plain)
     drop_dead_records(cluster, 2)
     assert said(cluster) == {third}
+
+
+def test_a_node_announces_no_copy_of_what_it_replaced(tmp_path: Path) -> None:
+    """Its writer died and will not remove the records; while a live node announces a copy, no other does."""
+    cluster, content, one, two, three = make_replicated(tmp_path, 3)
+    two.learn(one.inode(content), b"file", content, len(OLD))
+    one.kill()
+    newer = overwrite(two, content, "truncated")
+    tell(two)
+    tidy(two)
+    assert contents.get_content(two.db, content) is None
+    send(two, newer)
+    tell(three)
+    drop_dead_records(cluster, 2)
+    assert said(cluster) == {newer}
 
 
 def test_nothing_of_a_node_that_lives_again(tmp_path: Path) -> None:
