@@ -299,7 +299,8 @@ def create(path: Path) -> None:
     connection = sqlite3.connect(temporary, isolation_level=None)
     try:
         connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
-        connection.executescript(resources.files(__package__).joinpath("schema.sql").read_text())
+        # In one transaction: a commit for each statement would sync the disk 260 times, instead of eight.
+        connection.executescript("BEGIN;" + resources.files(__package__).joinpath("schema.sql").read_text())
         connection.execute(f"PRAGMA application_id={APPLICATION_ID}")
         connection.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         connection.execute("INSERT INTO meta VALUES ('instance', ?), ('connection', 0)", (uuid.uuid4().hex,))
@@ -308,6 +309,7 @@ def create(path: Path) -> None:
             "INSERT INTO inode (id, mode, uid, gid, nlink, atime_ns, mtime_ns, ctime_ns, birth_ns) VALUES (?,?,?,?,2,?,?,?,?)",
             (ROOT, stat.S_IFDIR | 0o755, os.geteuid(), os.getegid(), now, now, now, now),
         )
+        connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
     finally:
         connection.close()
