@@ -27,6 +27,8 @@ TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)
 FILES_OPEN_MAX = 20_000
 IN_CLUSTER = os.environ.get("CKPTFS_IN_CLUSTER") == "1"
 DATA_PATHS = ("passthrough", "buffered")
+MODULES_OF_MOUNTS = pytest.StashKey[set[Path]]()
+"""Those with tests on data paths."""
 _clusters = itertools.count(1)
 
 
@@ -46,13 +48,14 @@ def pytest_configure(config: pytest.Config) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, min(most, FILES_OPEN_MAX)), most))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out data paths, and tests of other users where these cannot enter /.
 
     A module of names and commands alone has `ONLY_DATA_PATH`. A tree made in a directory of mode 0700, and entered by chroot, shuts out
     everybody but root: not even libc can be loaded.
     """
     items[:] = [one for one in items if (path := _get_data_path(one)) is None or getattr(one.module, "ONLY_DATA_PATH", path) == path]
+    config.stash[MODULES_OF_MOUNTS] = {one.path for one in items if _get_data_path(one)}
     if os.geteuid() == 0 and not os.stat("/").st_mode & stat.S_IXOTH:
         shut = pytest.mark.skip(reason="OTHER USERS CANNOT ENTER / HERE (chmod 755 /): what they may do is not tested")
         for item in items:
@@ -103,34 +106,46 @@ def clustered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[],
         yield lambda: node_options(server.joined, f"c{next(_clusters)}")
 
 
-def _start_once(clustered: Callable[[], dict[str, str]]) -> Iterator[Callable[..., DaemonUnderTest]]:
+class SharedDaemons:
     """Gives the daemon with some options, started when it is wanted first. All end together."""
-    started: dict[Any, DaemonUnderTest] = {}
 
-    def get(data_path: str, **options: Any) -> DaemonUnderTest:
+    def __init__(self, clustered: Callable[[], dict[str, str]]) -> None:
+        self._clustered = clustered
+        self._started: dict[Any, DaemonUnderTest] = {}
+
+    def __call__(self, data_path: str, **options: Any) -> DaemonUnderTest:
         wanted = (data_path, *sorted(options.items()))
-        if wanted not in started:
-            started[wanted] = _started(DaemonUnderTest(data_path, **{**clustered(), **options}))
-        return started[wanted]
+        if wanted not in self._started:
+            self._started[wanted] = _started(DaemonUnderTest(data_path, **{**self._clustered(), **options}))
+        return self._started[wanted]
 
-    yield get
-    for daemon in started.values():
-        daemon.close()
+    def close(self) -> None:
+        while self._started:
+            self._started.popitem()[1].close()
 
 
 @pytest.fixture(scope="session")
-def get_daemon_of_session(clustered: Callable[[], dict[str, str]]) -> Iterator[Callable[..., DaemonUnderTest]]:
-    yield from _start_once(clustered)
+def get_daemon_of_session(clustered: Callable[[], dict[str, str]]) -> Iterator[SharedDaemons]:
+    with contextlib.closing(SharedDaemons(clustered)) as daemons:
+        yield daemons
 
 
 @pytest.fixture(scope="module")
-def get_daemon_of_module(clustered: Callable[[], dict[str, str]]) -> Iterator[Callable[..., DaemonUnderTest]]:
-    yield from _start_once(clustered)
+def get_daemon_of_module(clustered: Callable[[], dict[str, str]]) -> Iterator[SharedDaemons]:
+    with contextlib.closing(SharedDaemons(clustered)) as daemons:
+        yield daemons
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_idle_daemons(request: pytest.FixtureRequest, get_daemon_of_session: SharedDaemons) -> None:
+    """End the daemons of the session after the last module of mounts, all of which run first: idle ones keep a processor busy."""
+    if request.path not in request.config.stash[MODULES_OF_MOUNTS]:
+        get_daemon_of_session.close()
 
 
 @pytest.fixture
-def shared_daemon(data_path: str, get_daemon_of_session: Callable[..., DaemonUnderTest]) -> DaemonUnderTest:
-    """One daemon for all cheap tests of a data path; both live to the end, since tests of the two come by turns."""
+def shared_daemon(data_path: str, get_daemon_of_session: SharedDaemons) -> DaemonUnderTest:
+    """One daemon for all cheap tests of a data path; both live on, since tests of the two come by turns."""
     return get_daemon_of_session(data_path)
 
 
@@ -154,7 +169,7 @@ def mount(shared_daemon: DaemonUnderTest, request: pytest.FixtureRequest) -> Ite
 
 
 @pytest.fixture
-def share_daemon(get_daemon_of_module: Callable[..., DaemonUnderTest], request: pytest.FixtureRequest) -> Iterator[Callable[..., Area]]:
+def share_daemon(get_daemon_of_module: SharedDaemons, request: pytest.FixtureRequest) -> Iterator[Callable[..., Area]]:
     """Lends a directory on a daemon that tests of the module share which want the same options.
 
     The directory is deleted afterwards. Sizes of its files may be prepared for those of the next test: `prepared="0"` prevents that.
