@@ -27,8 +27,8 @@ TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)
 FILES_OPEN_MAX = 20_000
 IN_CLUSTER = os.environ.get("CKPTFS_IN_CLUSTER") == "1"
 DATA_PATHS = ("passthrough", "buffered")
-MODULES_OF_MOUNTS = pytest.StashKey[set[Path]]()
-"""Those with tests on data paths."""
+AFTER_MOUNTS = pytest.StashKey[set[Path]]()
+"""The modules that come after the last one with tests on data paths."""
 _clusters = itertools.count(1)
 
 
@@ -48,19 +48,32 @@ def pytest_configure(config: pytest.Config) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(wanted, min(most, FILES_OPEN_MAX)), most))
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out data paths, and tests of other users where these cannot enter /.
+    """Leave out data paths, and tests of other users where these cannot enter /; and choose the order of the modules.
 
     A module of names and commands alone has `ONLY_DATA_PATH`. A tree made in a directory of mode 0700, and entered by chroot, shuts out
     everybody but root: not even libc can be loaded.
     """
     items[:] = [one for one in items if (path := _get_data_path(one)) is None or getattr(one.module, "ONLY_DATA_PATH", path) == path]
-    config.stash[MODULES_OF_MOUNTS] = {one.path for one in items if _get_data_path(one)}
+    _spread_clusters(items)
+    last = max((number for number, one in enumerate(items) if _get_data_path(one)), default=0)
+    config.stash[AFTER_MOUNTS] = {one.path for one in items[last:]} - {items[last].path} if items else set()
     if os.geteuid() == 0 and not os.stat("/").st_mode & stat.S_IXOTH:
         shut = pytest.mark.skip(reason="OTHER USERS CANNOT ENTER / HERE (chmod 755 /): what they may do is not tested")
         for item in items:
             if item.get_closest_marker("others"):
                 item.add_marker(shut)
+
+
+def _spread_clusters(items: list[pytest.Item]) -> None:
+    """Put the modules of clusters, which mostly wait, evenly among the first half of the others, which compute meanwhile."""
+    modules = list(dict.fromkeys(item.path for item in items))
+    clusters = [path for path in modules if path.parent.name == "cluster"]
+    others = [path for path in modules if path not in clusters]
+    turns: dict[Path, float] = {path: number for number, path in enumerate(others)}
+    turns |= {path: number * len(others) / 2 / len(clusters) for number, path in enumerate(clusters)}
+    items.sort(key=lambda item: turns[item.path])
 
 
 def _get_data_path(item: Any) -> str | None:
@@ -138,8 +151,8 @@ def get_daemon_of_module(clustered: Callable[[], dict[str, str]]) -> Iterator[Sh
 
 @pytest.fixture(scope="module", autouse=True)
 def _no_idle_daemons(request: pytest.FixtureRequest, get_daemon_of_session: SharedDaemons) -> None:
-    """End the daemons of the session after the last module of mounts, all of which run first: idle ones keep a processor busy."""
-    if request.path not in request.config.stash[MODULES_OF_MOUNTS]:
+    """End the daemons of the session after the last module of mounts, all of which run early: idle ones keep a processor busy."""
+    if request.path in request.config.stash[AFTER_MOUNTS]:
         get_daemon_of_session.close()
 
 
