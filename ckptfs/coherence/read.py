@@ -8,7 +8,7 @@ Crash safety: each result is one transaction of the catalog; evicted rows are re
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from ckptfs import limits
@@ -134,9 +134,7 @@ def apply_value(db: Database, key: SharedKey, now: CachedValue, read_revision: i
             value = {**{name: held for name, held in value.items() if name != "missed"}, **written, **missed}
     if key.kind == NAME and value is not None and not _is_name_of(db, key, value["child"]):
         return  # Its inode is unknown on this node, or is a directory elsewhere. The next lookup asks for both.
-    if key.kind == INODE and value is not None and "names" in value:
-        _forget_names(db, key.number, lambda parent, name: [parent, name.decode("latin-1")] in value["names"])
-    elif key.kind == INODE and value is not None and not _make_place(db, key.number, value["parent"]):
+    if key.kind == INODE and value is not None and "names" not in value and not _make_place(db, key.number, value["parent"]):
         return
     keys.write_value(db, key, value)
     key_state.set_cached(db, key, now)
@@ -166,15 +164,14 @@ def _make_place(db: Database, directory: int, parent: int) -> bool:
             return False
         db.run("UPDATE inode SET parent = 0 WHERE id = ?", below)
         key_state.set_cached(db, above, key_state.ABSENT)
-        _forget_names(db, below, lambda *_: False)
-    _forget_names(db, directory, lambda other, _: other == parent)
+        _forget_names_outside(db, below, 0)
+    _forget_names_outside(db, directory, parent)
     return True
 
 
-def _forget_names(db: Database, inode: int, is_kept: Callable[[int, bytes], bool]) -> None:
-    for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode):
-        if not is_kept(parent, bytes(name)):
-            _forget_name(db, SharedKey(NAME, parent, bytes(name)))
+def _forget_names_outside(db: Database, directory: int, parent: int) -> None:
+    for other, name in db.rows("SELECT parent, name FROM entry WHERE child = ? AND parent <> ?", directory, parent):
+        _forget_name(db, SharedKey(NAME, other, bytes(name)))
 
 
 def apply_inode_deleted(db: Database, inode: int, read_revision: int, recent_deletes: RecentDeletes) -> None:

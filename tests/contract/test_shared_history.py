@@ -120,17 +120,6 @@ async def test_another_node_separates_a_file(a: Node, b: Node, has_read: bool) -
 
 
 @two_nodes
-async def test_a_name_that_another_node_removed_is_no_link_of_a_separated_file(a: Node, b: Node) -> None:
-    file = await a.make("f1")
-    await a.link("f1", "g")
-    await keep(a, "f1")
-    await b.stat("g")
-    await a.unlink("g")
-    after = await separate(b, "f1")
-    assert (after.id, after.nlink, after.history) == (file.id, 1, 0)
-
-
-@two_nodes
 async def test_two_nodes_separate_one_file_at_once(a: Node, b: Node) -> None:
     file = await a.make("f1")
     await keep(a, "f1")
