@@ -1067,6 +1067,21 @@ async def test_a_name_goes_that_was_replaced_by_a_file_that_another_node_moved_o
     await cluster.write_back_all(two)
 
 
+@on_two_nodes(b"kept", b"moved")
+async def test_a_name_goes_that_an_exchange_took_from_a_file_with_another_name(cluster: WriterCluster) -> None:
+    """P6: no row that gave the name away can do it, and the last row of the file is not about it."""
+    one, _ = cluster.nodes
+    await one.put("f", b"1")
+    await cluster.settle()
+    await one.link("f", "kept")
+    await one.put("new", b"2")
+    await one.exchange("new", "f")
+    await one.rename("f", "moved")
+    await one.unlink("new")
+    await one.put("kept", b"1 again")
+    await one.put("moved", b"2 again")
+
+
 @on_two_nodes(b"d", b"d/f", b"d/new", b"other")
 async def test_a_directory_that_another_program_has_replaced_holds_up_nothing_else(
     cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch

@@ -9,8 +9,9 @@ and the PFS shows no file of another node there.
 So the rows of one node keep their order (P6). If another node changed the same names, its row may come earlier or later. Then the
 names on the PFS of that inode are aligned with its names in the shared tree, whichever node set them.
 
-A name of a deleted inode goes with the last row of this journal that is about both. If no row of any node is, it goes with the last row
-about the inode. So a second name of a checkpoint stays until all is there that another node has sealed before it removed that name.
+A name that leads nowhere now is freed by the last row of this journal that is about the inode under it. It is left to another node if that
+node has a row about both and this row does not have the name. So a second name of a checkpoint stays until all is there that another node
+has sealed before it removed that name.
 """
 
 import stat
@@ -98,7 +99,7 @@ class SharedPlanner(Planner):
         shown = self.view.get_shown_inode(*name)
         if not shown or self._snapshot.get_child(name) is not None or self._has_later_row(shown, row.seq):
             return True
-        if name not in row.names and (self._snapshot.is_alive(shown) or self._snapshot.is_named_elsewhere(shown, name)):
+        if name not in row.names and self._snapshot.is_named_elsewhere(shown, name):
             return True
         return self._align(shown, name)
 
