@@ -109,7 +109,10 @@ def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
 
 
 def insert_entry(db: Database, parent: int, name: bytes, inode: int, seen: Sequence[int | None] = (None,) * 4) -> None:
-    """Record that the PFS shows an inode under a name: it is not pending. `seen`: st_ino, mode, uid and gid, if known."""
+    """Record that the PFS shows an inode under a name: it is not pending.
+
+    `seen`: st_ino, mode, uid and gid, if known.
+    """
     columns = "parent, name, inode, seen_ino, seen_mode, seen_uid, seen_gid"
     db.run(f"INSERT OR REPLACE INTO pfs_entry ({columns}) VALUES (?,?,?,?,?,?,?)", parent, name, inode, *seen)
     db.run("DELETE FROM pfs_pending WHERE parent = ? AND name = ? AND inode = ?", parent, name, inode)
