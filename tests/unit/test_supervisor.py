@@ -99,6 +99,8 @@ class World:
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path / "run"))
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)}
+    # The connection never ends here, so a fork that ends slowly on a busy machine would be taken for one that was killed.
+    monkeypatch.setattr(supervisor, "STUCK_REAP_WAIT_S", supervisor.REAP_WAIT_S)
     yield World(tmp_path)
     signal.set_wakeup_fd(-1)
     handover.receive_stop_signals()
@@ -277,6 +279,7 @@ def test_a_process_that_ends_slowly_is_not_taken_for_dead(world: World, monkeypa
     monkeypatch.setattr(children.Child, "reap", reap)
     monkeypatch.setattr(children.Child, "is_stuck", lambda child: (world.place / "leaving").exists())
     monkeypatch.setattr(Connection, "has_ended", lambda served: role == "mount")
+    monkeypatch.setattr(supervisor, "STUCK_REAP_WAIT_S", 0.1)
     monkeypatch.setattr(supervisor, "TURN_MAX_S", 0.1)
     world.script.write_text(script)
     assert world.run() == 0
