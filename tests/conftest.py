@@ -133,8 +133,11 @@ class SharedDaemons:
         return self._started[wanted]
 
     def close(self) -> None:
+        """End them at once: an unmount would first write back what many tests left."""
         while self._started:
-            self._started.popitem()[1].close()
+            daemon = self._started.popitem()[1]
+            daemon.crash()
+            daemon.close()
 
 
 @pytest.fixture(scope="session")
