@@ -22,6 +22,7 @@ from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptfs.catalog import identity
 from ckptfs.catalog.content_rows import IS_HELD, UNPUBLISHED
 from ckptfs.catalog.database import Database
 from ckptfs.errors import ConfigError
@@ -313,8 +314,8 @@ def _insert_rows_for_name(db: Database, parent: int, name: bytes, inode: int, re
     for table in ("pfs_entry", "pfs_pending", "pfs_file"):
         db.run(f"DELETE FROM {table} WHERE inode = ?", inode)
     append(db, "make", inode, parent=parent, name=name)
-    content = db.value("SELECT k.id FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.state IN (1, 2)", inode)
-    if content is None:
+    row = db.row("SELECT k.id, k.remote FROM inode i JOIN content k ON k.id = i.content WHERE i.id = ? AND k.state IN (1, 2)", inode)
+    if row is None:
         return 1
-    append(db, "content", inode, content=content)
+    append(db, "content", inode, content=row[0], origin=identity.get_origin_node(row[0]) if row[1] else 0)
     return 2

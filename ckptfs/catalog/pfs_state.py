@@ -109,7 +109,7 @@ def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
 
 
 def insert_entry(db: Database, parent: int, name: bytes, inode: int, seen: Sequence[int | None] = (None,) * 4) -> None:
-    """Record that the PFS shows an inode under a name: it is not pending.
+    """Record that the PFS shows an inode under a name, so that none is pending there.
 
     `seen`: st_ino, mode, uid and gid, if known.
     """

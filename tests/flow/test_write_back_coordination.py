@@ -1160,3 +1160,17 @@ async def test_a_name_that_another_node_showed_or_removed_is_not_pending(cluster
     with two.db.transaction():
         namespace.delete_forgotten(two.db, [inode])
     assert two.db.rows("SELECT * FROM pfs_pending") == []
+
+
+@on_two_nodes(b"d", b"d/f", b"d/new")
+async def test_a_directory_that_is_made_again_has_what_another_node_wrote_in_it(cluster: WriterCluster) -> None:
+    """P3, P9: this node holds a copy, and has looked at the file, but not at its name on the PFS."""
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    content = await one.put("d/f", b"1")
+    await cluster.write_back_all(one)
+    await two.sharing.refresh_inode((await two.stat("d/f")).id)
+    two.hold(one, content)
+    (cluster.pfs / "d").rename(cluster.pfs.parent / "moved")
+    await two.put("d/new", b"2")
+    await cluster.write_back_all(two)

@@ -16,7 +16,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_batch, pfs_state
+from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_batch, pfs_state, scans
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
@@ -196,6 +196,11 @@ class ClusterWriteBack(WriteBack):
             return super()._handle_missing(missing)
         self._gone_directory = self._confirm_gone(missing.names)
         self._is_waiting = self._gone_directory is None
+        if self._gone_directory is not None and (inode := pfs_state.find_inode(self._db, missing.names)) is not None:
+            level = [inode]
+            for directory in level:  # What the PFS no longer shows in it is told to the other nodes.
+                pfs_coordination.load_names(self._db, self._store, directory)
+                level += scans.list_directory(self._db, directory)[1]
         return not self._is_waiting
 
     def _has_intents_elsewhere(self) -> bool:
