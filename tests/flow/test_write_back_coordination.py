@@ -1082,6 +1082,23 @@ async def test_a_name_goes_that_an_exchange_took_from_a_file_with_another_name(c
     await one.put("moved", b"2 again")
 
 
+@on_two_nodes(b"a", b"a/in", b"a/written", b"b", b"b/f")
+async def test_directories_change_places_although_one_is_to_hold_another(cluster: WriterCluster) -> None:
+    """P6: `a` makes room for a new directory, and what makes room for `a` goes into that one. No node waits for another."""
+    one, two = cluster.nodes
+    for name in ("a", "b"):
+        await one.mkdir(name)
+    await one.put("a/f", b"1")
+    await cluster.settle()
+    await one.mkdir("new")
+    await one.rename("b", "new/in")
+    await one.rename("a", "b")
+    await one.rename("new", "a")
+    await two.put("a/written", b"2")
+    await cluster.write_back_all(two)
+    assert (cluster.pfs / "a" / "written").read_bytes() == b"2"
+
+
 @on_two_nodes(b"d", b"d/f", b"d/new", b"other")
 async def test_a_directory_that_another_program_has_replaced_holds_up_nothing_else(
     cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch

@@ -287,11 +287,20 @@ class SharedPlanner(Planner):
             kinds = self._is_directory(shown), self._is_directory(inode)
             if kinds == (False, False) or (kinds == (True, True) and not self._snapshot.list_pfs_names_in(shown)):
                 return True
-        if shown in self._aligning:
-            return self._park(shown, name, name[0])  # The names are exchanged in a ring.
+        if self._is_in_ring(shown):
+            return self._park(shown, name, name[0])
         if not self._align(shown, name):
             return False
         return not self.view.shows(name, shown) or self._wait()
+
+    def _is_in_ring(self, inode: int) -> bool:
+        """Return True if an inode cannot go to its own name before another one has the name that it leaves."""
+        if inode in self._aligning:
+            return True
+        missing = [parent for parent, _ in self._snapshot.list_names(inode) if self.view.get_path(parent) is None]
+        while missing and missing[0] not in self._aligning:
+            missing = [parent for parent, _ in self._snapshot.list_names(missing[0]) if self.view.get_path(parent) is None]
+        return bool(missing)
 
     def _empty_directory(self, directory: int) -> bool:
         """Move the entries of a directory that is to be removed; they need a batch of their own."""
