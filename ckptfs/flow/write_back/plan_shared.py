@@ -295,12 +295,13 @@ class SharedPlanner(Planner):
 
     def _is_in_ring(self, inode: int) -> bool:
         """Return True if an inode cannot go to its own name before another one has the name that it leaves."""
-        if inode in self._aligning:
-            return True
-        missing = [parent for parent, _ in self._snapshot.list_names(inode) if self.view.get_path(parent) is None]
-        while missing and missing[0] not in self._aligning:
-            missing = [parent for parent, _ in self._snapshot.list_names(missing[0]) if self.view.get_path(parent) is None]
-        return bool(missing)
+        above = [inode]
+        while above[-1] not in self._aligning:
+            missing = [parent for parent, _ in self._snapshot.list_names(above[-1]) if self.view.get_path(parent) is None]
+            if not missing or missing[0] in above:  # Read at different times, directories may seem to be in each other.
+                return False
+            above.append(missing[0])
+        return True
 
     def _empty_directory(self, directory: int) -> bool:
         """Move the entries of a directory that is to be removed; they need a batch of their own."""
