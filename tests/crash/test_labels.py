@@ -5,6 +5,7 @@ itself and can be led anywhere; tests/tidy sees to it that none is forgotten.
 """
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -86,9 +87,11 @@ class Fault:
         processes = self.daemon.processes()
         return sum(int(processes[role]["restarts"]) for role in ("mount", "mover")) - ours
 
-    def kill_mover(self) -> None:
-        """A death of the test's own, so that what runs at a start is run."""
+    def kill_mover(self, unneeded: Path) -> None:
+        """A death of the test's own, so that what runs at a start is run. It has not seen what the mount removed."""
         self._ours.set()
+        os.kill(self.daemon.processes()["mover"]["pid"], signal.SIGSTOP)
+        unneeded.unlink()
         self.daemon.kill("mover", wait=False)
 
     def _watch(self) -> None:
@@ -123,7 +126,7 @@ def test_it_goes_on_after(faulty: tuple[DaemonUnderTest, Path], label: str, acti
     with deadline(daemon, 200), Fault(daemon, faults, label, action) as fault:
         work(daemon, name)
         if label.startswith("recover:"):
-            fault.kill_mover()
+            fault.kill_mover(daemon.path / name / "burst0")
         eventually(fault.finished, what=f"{label} is reached, or all is settled")
     daemon.settle()
     assert differences(daemon.path / name, daemon.pfs / name) == []
