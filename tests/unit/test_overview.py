@@ -30,17 +30,17 @@ def build(answers: MountAnswers, *earlier: tuple[float, pb.Status | None]) -> Ro
     return overview.build_mount(answers, found, time.time_ns())
 
 
-def build_newest(level: str, *, pfs: bool, clustered: bool) -> Row:
+def build_newest(level: str, *, pfs: bool, in_cluster: bool) -> Row:
     status = make_status()
     if not pfs:
         status.pfs = ""
-    if clustered:
+    if in_cluster:
         status.clique.SetInParent()
     return build(MountAnswers("run1", "/ckpt", status, make_series({"level": level})))
 
 
 @pytest.mark.parametrize(
-    ("level", "pfs", "clustered", "state", "words"),
+    ("level", "pfs", "in_cluster", "state", "words"),
     [
         ("pfs", True, True, "safe", "is on the PFS"),
         ("clique", True, True, "copied", "is on several nodes, but not on the PFS yet"),
@@ -53,9 +53,9 @@ def build_newest(level: str, *, pfs: bool, clustered: bool) -> Row:
         ("none", True, False, "lost", "no verified copy is left"),
     ],
 )
-def test_the_verdict_follows_from_the_level(level: str, pfs: bool, clustered: bool, state: str, words: str) -> None:
+def test_the_verdict_follows_from_the_level(level: str, pfs: bool, in_cluster: bool, state: str, words: str) -> None:
     """P3. Never safe for less than the mount can give."""
-    found = build_newest(level, pfs=pfs, clustered=clustered)
+    found = build_newest(level, pfs=pfs, in_cluster=in_cluster)
     assert (found["state"], found["title"]) == (state, overview.TITLES[state])
     assert f"run1/step_300 {words}" in found["detail"] or words in found["detail"]
     assert "8 files, 40.0 GiB, completed 1 min ago" in found["detail"]
