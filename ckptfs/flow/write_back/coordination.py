@@ -196,11 +196,6 @@ class ClusterWriteBack(WriteBack):
             return super()._handle_missing(missing)
         self._gone_directory = self._confirm_gone(missing.names)
         self._is_waiting = self._gone_directory is None
-        if self._gone_directory is not None and (inode := pfs_state.find_inode(self._db, missing.names)) is not None:
-            level = [inode]
-            for directory in level:  # What the PFS no longer shows in it is told to the other nodes.
-                pfs_coordination.load_names(self._db, self._store, directory)
-                level += scans.list_directory(self._db, directory)[1]
         return not self._is_waiting
 
     def _has_intents_elsewhere(self) -> bool:
@@ -214,7 +209,9 @@ class ClusterWriteBack(WriteBack):
             self._tree.get_directory(names)
         except DirectoryMissing:
             with contextlib.suppress(Busy, StoreUnreachable):
-                return names if self._load_path_revisions(names) == before else None
+                if self._load_path_revisions(names) == before:
+                    self._load_names_below(names)
+                    return names
         except (OSError, Busy, StoreUnreachable) as reason:
             log.debug("%s: directory moved on the PFS: %s", os.fsdecode(b"/".join(names)), reason)
         return None
@@ -230,6 +227,14 @@ class ClusterWriteBack(WriteBack):
         if others or PfsView(self._db).get_path(inode) != names:
             raise Busy("another node is moving the directory")
         return {key: self._snapshot.get_revision(key) for key in self._snapshot.store_values if key.kind in {PFS_NAME, PFS_STATE}}
+
+    def _load_names_below(self, names: DirectoryPath) -> None:
+        """Record what the PFS showed in a directory that is gone: this node makes all of it again."""
+        inode = pfs_state.find_inode(self._db, names)
+        directories = [] if inode is None else [inode]
+        for directory in directories:
+            pfs_coordination.load_names(self._db, self._store, directory)
+            directories += scans.list_directory(self._db, directory)[1]
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
