@@ -138,11 +138,13 @@ class _TransactionBuilder:
             return None
         changes: dict[int, list[SharedKey]] = {}
         for change, key in self._dirty:
-            if not self._is_deleted_later(key, change):
-                changes.setdefault(change, []).append(key)
+            changes.setdefault(change, []).append(key)
         self._transaction.is_complete = len(self._dirty) < 4 * limits.ETCD_OPERATIONS_MAX
-        for keys in changes.values():
-            is_added = self._transaction.change_count < changes_max and self._add_change(sorted(dict.fromkeys(keys), key=self._get_rank))
+        for change, marked in changes.items():
+            keys = [key for key in dict.fromkeys(marked) if not self._is_deleted_later(key, change)]
+            if not keys:
+                continue
+            is_added = self._transaction.change_count < changes_max and self._add_change(sorted(keys, key=self._get_rank))
             if not is_added:
                 self._transaction.is_complete = False
                 break
