@@ -228,12 +228,16 @@ def delete_tier(db: Database, tier: Tier) -> None:
         db.run("DELETE FROM tier WHERE name = ?", tier)
 
 
+_AWAITS_STORE = "({0}.remote = 1 AND {0}.announce_state > 1)"
+"""SQL: what the store says of this node's copy of another node's content is to change. To be formatted with the alias of `content`."""
+
+
 def list_doomed(db: Database, tiers: Iterable[Tier], after: int, at_most: int) -> list[tuple[int, Tier | None]]:
     """Return (content, tier) of doomed contents after the content `after`; no tier: only the row is left."""
     rows = db.rows(
         "SELECT k.id, c.tier FROM content k LEFT JOIN copy c ON c.content = k.id"
         " WHERE k.state = 3 AND k.id > ? AND (c.tier IN (SELECT value FROM json_each(?))"
-        " OR (c.tier IS NULL AND NOT (k.remote = 1 AND k.announce_state > 1)))"
+        f" OR (c.tier IS NULL AND NOT {_AWAITS_STORE.format('k')}))"
         " AND k.id NOT IN (SELECT content FROM handle WHERE content IS NOT NULL) ORDER BY k.id LIMIT ?",
         after, json.dumps(list(tiers)), at_most,
     )  # fmt: skip
@@ -260,7 +264,7 @@ def delete_doomed(db: Database, dropped: Iterable[tuple[int, Tier | None]]) -> N
                 number,
             )
             db.run(
-                "DELETE FROM content WHERE id = ? AND state = 3 AND NOT (remote = 1 AND announce_state > 1)"
+                f"DELETE FROM content WHERE id = ? AND state = 3 AND NOT {_AWAITS_STORE.format('content')}"
                 " AND NOT EXISTS (SELECT 1 FROM copy WHERE copy.content = content.id)",
                 number,
             )
