@@ -88,7 +88,7 @@ class Fault:
         return sum(int(processes[role]["restarts"]) for role in ("mount", "mover")) - ours
 
     def kill_mover(self, unneeded: Path) -> None:
-        """A death of the test's own, so that what runs at a start is run. It has not seen what the mount removed."""
+        """A death of the test's own, so that what runs at a start is run. The mover has not seen that `unneeded` was removed."""
         self._ours.set()
         os.kill(self.daemon.processes()["mover"]["pid"], signal.SIGSTOP)
         unneeded.unlink()
