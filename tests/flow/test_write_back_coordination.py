@@ -19,7 +19,7 @@ from ckptfs.catalog import namespace, scans, summary
 from ckptfs.coherence import key_state
 from ckptfs.coherence.keys import INODE, PFS_NAME, PFS_STATE, SharedKey, encode_fields, encode_key
 from ckptfs.errors import CkptfsError
-from ckptfs.flow.write_back import deferred
+from ckptfs.flow.write_back import coordination, deferred
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Put
 from ckptfs.tiers import pfs_tree
@@ -1191,3 +1191,29 @@ async def test_a_directory_that_is_made_again_has_what_another_node_wrote_in_it(
     (cluster.pfs / "d").rename(cluster.pfs.parent / "moved")
     await two.put("d/new", b"2")
     await cluster.write_back_all(two)
+
+
+@on_two_nodes(b"d", b"d/f", b"d/g")
+async def test_a_long_wait_for_other_nodes_is_a_trouble(cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F2: the other node has announced a batch that it does not finish. The trouble ends with the wait."""
+    one, two = cluster.nodes
+
+    def list_troubles() -> list[tuple[str, str]]:
+        return [(where, value["path"]) for where, value, _ in summary.list_troubles(two.db)]
+
+    await one.mkdir("d")
+    await cluster.settle()
+    await one.put("d/f", b"1")
+    cluster.deadly = {"write_back:intent_announced"}
+    while cluster.deadly:
+        await cluster.step(one)
+    await two.rename("d/f", "d/g")
+    await two.put("d/f", b"2")
+    await cluster.write_back_all(two)
+    assert not list_troubles()
+    monkeypatch.setattr(coordination, "LONG_WAIT_S", 0.0)
+    await cluster.step(two)
+    assert list_troubles() == [(coordination.WAIT_TROUBLE, "d/g")]
+    await cluster.write_back_all(one)
+    await cluster.write_back_all(two)
+    assert not list_troubles()

@@ -16,8 +16,9 @@ from dataclasses import replace
 from itertools import takewhile
 
 from ckptfs import disk, limits
-from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_batch, pfs_state, scans
+from ckptfs.catalog import copies, journal, mover_requests, namespace, pfs_batch, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, PfsBatch
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation, PfsName, PfsView
@@ -49,6 +50,10 @@ BATCH_ROWS = 32
 # In a cluster write-back mostly waits for rows that are being published to the store.
 PUBLISHED_POLL_S = 0.05
 PUBLISHED_POLL_S_MAX = 1.0
+WAIT_TROUBLE = "write back waits"
+# Other nodes may first have to write back large files.
+LONG_WAIT_S = 600.0
+WAIT_REMEDY = "look at the write-back of the other nodes: ckptfs status --cluster"
 
 
 class ClusterWriteBack(WriteBack):
@@ -64,13 +69,35 @@ class ClusterWriteBack(WriteBack):
         self._extra_inodes: set[int] = set()
         self._lease = 0
         self._waits = 0
+        self._waiting_seq = 0
+        self._waiting_since_s = 0.0
+        self._is_wait_reported = False
         self._reintegrated_ns = key_state.get_reintegrated_ns(db)
         self._restart_search()
 
     def step(self) -> bool:
         """Write back one batch. Return True if more may be ready now. Raises TierUnavailable."""
         self._waits = self._waits + 1 if self._is_waiting else 0
-        return super().step()
+        more = super().step()
+        self._report_long_wait()
+        return more
+
+    def _report_long_wait(self) -> None:
+        """Report that the next row has waited for other nodes for long, or that this is over.
+
+        Without etcd, that is the trouble.
+        """
+        rows = journal.list_oldest(self._db, 1, self._deferred.after_seq) if self._is_waiting else []
+        for_others = [row for row in rows if not waits_for_seal(self._facts, row) and not key_state.get_disconnected_ns(self._db)]
+        seq, now_s = (for_others[0].seq if for_others else 0), time.monotonic()
+        if seq != self._waiting_seq:
+            self._waiting_seq, self._waiting_since_s = seq, now_s
+        is_long = bool(seq) and now_s - self._waiting_since_s >= LONG_WAIT_S
+        if is_long != self._is_wait_reported:
+            self._is_wait_reported = is_long
+            path = get_shown_path(self._db, for_others[0].inode) if is_long else ""
+            value = {"what": "waits for other nodes, and so does all that was changed later", "path": path, "remedy": WAIT_REMEDY}
+            summary.set_trouble(self._db, WAIT_TROUBLE, value if is_long else None)
 
     def next_due_s(self) -> float | None:
         """Return the seconds until something that waits is due, or the next search for what the PFS lacks."""
