@@ -26,6 +26,7 @@ _HEAD_BYTES = 512
 _ZIP_COMMENT_MAX = (1 << 16) - 1
 _XML_COMMENTS = re.compile(rb"(?:\s|<!--[^<>]*-->)+\Z")
 _XML_ROOT = re.compile(rb"(?:\s|<!--.*?-->|<[?!][^>]*>)*<([^\s<>/?!]+)", re.DOTALL)
+_NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")
 _NO_JSON = "is no JSON; its writer did not finish it"
 _ENDS_EARLY = "ends before its {}; its writer did not finish it"
 
@@ -87,8 +88,9 @@ def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFor
         return FileFormat("safetensors", _find_safetensors_flaw(size, head, read))
     if extension == "json":
         return FileFormat("json", _find_json_flaw(size, read))
-    if extension in _JSON_WITHOUT_EXTENSION and head[:1] == b"{" and read(max(0, size - _HEAD_BYTES), _HEAD_BYTES).rstrip()[-1:] != b"}":
-        return FileFormat("", _NO_JSON)
+    if extension in _JSON_WITHOUT_EXTENSION and head[:1] == b"{" and not _NO_TEXT.search(head):
+        is_ended = read(max(0, size - _HEAD_BYTES), _HEAD_BYTES).rstrip()[-1:] == b"}"
+        return FileFormat(flaw="" if is_ended else _NO_JSON)
     if extension == "xml" and head.startswith(b"<"):
         return FileFormat("xml", _find_xml_flaw(size, head, read))
     if read(size - min(size, len(LAMMPS_END)), len(LAMMPS_END)) == LAMMPS_END:

@@ -177,6 +177,7 @@ def test_arrays_of_joblib() -> None:
 def test_json_without_an_extension(name: str) -> None:
     """N7: as Orbax and zarr write it."""
     assert "is no JSON" in inspect(name, b'{"a": [1, 2').flaw
+    assert not inspect(name, b"{" + bytes(range(256)) * 8).flaw, "raw numbers may begin with that byte"
     for data in (b'{"a": [1, 2]}', b'{"line": 1}\n{"line": 2}\n', b"text"):
         assert inspect(name, data) == FileFormat()
 
