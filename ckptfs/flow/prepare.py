@@ -13,7 +13,6 @@ machine the thread also touches the pages, so that the host has backed them befo
 expired content has just freed, so a step also runs whenever contents were deleted.
 """
 
-import contextlib
 import errno
 import logging
 import os
@@ -22,7 +21,6 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 
 from ckptfs import limits, procfs
 from ckptfs.catalog import contents
@@ -30,7 +28,6 @@ from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import NoSpace
 from ckptfs.model import DataPath, Notifier, Tier
-from ckptfs.tiers import huge_pages
 from ckptfs.tiers.prepared import ExpectedSize, PreparedFile
 from ckptfs.tiers.space import Capacity
 from ckptfs.tiers.storage import Tiers
@@ -110,8 +107,6 @@ class Prepare:
         self._is_short_of_memory = False
         self._is_waiting = False
         self._is_stopping = False
-        has_huge_pages = config.huge_pages and procfs.has_capability(procfs.CAP_SYS_ADMIN)
-        self._huge_pages = partial(huge_pages.for_prepared_files, tiers[Tier.RAM].root) if has_huge_pages else contextlib.nullcontext
         self._is_virtual_machine = procfs.is_virtual_machine()
         self._spare_due_s = 0.0
         self._thread = ThreadPoolExecutor(1, "prepare", initializer=_lower_priority)
@@ -178,7 +173,7 @@ class Prepare:
                 time.sleep(limits.PREPARED_PAUSE_S)
             self._require_room(left_bytes)
 
-        self._tiers.prepared.add(size, before_piece, touches=self._is_virtual_machine, around_piece=self._huge_pages)
+        self._tiers.prepared.add(size, before_piece, touches=self._is_virtual_machine)
 
     def _require_room(self, size: int) -> None:
         """Raise NoSpace unless `size` more bytes can be prepared. Called before every piece."""

@@ -29,12 +29,13 @@ import uuid
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from ckptfs import disk, limits, procfs
 from ckptfs.errors import posix_error
 from ckptfs.model import file_name
-from ckptfs.tiers import health
+from ckptfs.tiers import health, huge_pages
 from ckptfs.tiers.tier_root import TierRoot
 
 disk.declare_labels(
@@ -89,8 +90,12 @@ def _parse_names(names: list[str]) -> list[PreparedFile]:
 class PreparedFiles:
     """The prepared files and expected sizes in one RAM tier, for any process and thread."""
 
-    def __init__(self, storage: TierRoot) -> None:
+    def __init__(self, storage: TierRoot, *, has_huge_pages: bool = False) -> None:
+        """`has_huge_pages`: the tier is a tmpfs that shall use them."""
         self._storage = storage
+        self._allocating: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        if has_huge_pages:
+            self._allocating = partial(huge_pages.for_prepared_files, storage.root)
         self._directories: dict[str, int] = {}
 
     # --- taking -------------------------------------------------------------------------------------------------------
@@ -140,7 +145,8 @@ class PreparedFiles:
         until_s = time.thread_time() + cpu_s_max
         larger = PreparedFile(size_bytes, f"{size_bytes:x}-{uuid.uuid4().hex}")
         try:
-            with disk.closing(os.open(file.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)) as fd:
+            fd = os.open(file.name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._directory)
+            with disk.closing(fd), self._allocating():
                 for offset in range(file.size_bytes, size_bytes, _PIECE_BYTES):
                     if time.thread_time() > until_s:
                         return file
@@ -154,15 +160,12 @@ class PreparedFiles:
 
     # --- preparing ----------------------------------------------------------------------------------------------------
 
-    def add(
-        self, size_bytes: int, before_piece: Callable[[int], None] = lambda _: None, *, touches: bool = False,
-        around_piece: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext,
-    ) -> PreparedFile:  # fmt: skip
+    def add(self, size_bytes: int, before_piece: Callable[[int], None] = lambda _: None, *, touches: bool = False) -> PreparedFile:
         """Prepare one file.
 
         `before_piece` gets the bytes still to be allocated and may raise to stop. A failure leaves nothing.
 
-        `touches`: see `_touch_free_pages`. `around_piece` is entered while the pages of a piece are allocated.
+        `touches`: see `_touch_free_pages`.
         """
         unique = uuid.uuid4().hex
         unfinished, file = _UNFINISHED + unique, PreparedFile(size_bytes, f"{size_bytes:x}-{unique}")
@@ -171,7 +174,7 @@ class PreparedFiles:
         try:
             for offset in range(0, size_bytes, _PIECE_BYTES):
                 before_piece(size_bytes - offset)
-                with around_piece():
+                with self._allocating():
                     if touches:
                         self._touch_free_pages(_PIECE_BYTES)
                     top_up(fd, offset, min(_PIECE_BYTES, size_bytes - offset))

@@ -330,11 +330,11 @@ class TierStorage(TierRoot):
 class Tiers(Mapping[Tier, TierStorage]):
     """The configured tiers by name. RAM always exists."""
 
-    def __init__(self, tiers: Mapping[Tier, TierStorage], ram_high: float) -> None:
+    def __init__(self, tiers: Mapping[Tier, TierStorage], ram_high: float, *, has_huge_pages: bool = False) -> None:
         self._tiers = dict(tiers)
         self._ram_high = ram_high
         self._capacities: tuple[float, dict[Tier, Capacity]] = (float("-inf"), {})
-        self.prepared = PreparedFiles(self._tiers[Tier.RAM])
+        self.prepared = PreparedFiles(self._tiers[Tier.RAM], has_huge_pages=has_huge_pages)
 
     @classmethod
     def from_config(cls, config: Config, instance: str = "", get_pfs_identity: Callable[[], str | None] = lambda: None) -> "Tiers":
@@ -359,7 +359,8 @@ class Tiers(Mapping[Tier, TierStorage]):
                 storage.record_failure(failure)  # `adopt_tiers` decides whether to go on without it.
         if config.pfs is not None:
             tiers[Tier.PFS] = TierStorage(Tier.PFS, config.pfs / PFS_WORK_DIRECTORY, instance=instance, get_pfs_identity=get_pfs_identity)
-        return cls(tiers, config.ram_high)
+        has_huge_pages = config.huge_pages and procfs.has_capability(procfs.CAP_SYS_ADMIN)
+        return cls(tiers, config.ram_high, has_huge_pages=has_huge_pages)
 
     def exclude(self, tier: Tier) -> None:
         """Continue without a tier, as if it were not configured."""

@@ -60,7 +60,7 @@ def test_where_the_host_takes_free_memory_only_prepared_files_get_them(
     assert not has_huge_pages(tier)
     node, found, between = Node(tmp_path / "node"), [], []
     ram = TierStorage(Tier.RAM, tier, budget_bytes=1024 * limits.MIB)
-    node.tiers = Tiers(dict(node.tiers) | {Tier.RAM: ram}, node.config.ram_high)
+    node.tiers = Tiers(dict(node.tiers) | {Tier.RAM: ram}, node.config.ram_high, has_huge_pages=True)
     top_up = prepared.top_up
 
     def look(*values: Any) -> None:
@@ -80,6 +80,9 @@ def test_where_the_host_takes_free_memory_only_prepared_files_get_them(
     run_until_idle(Prepare(node.db, node.tiers, node.config, node.told))
     assert found == [True]
     assert between == [False]
+    monkeypatch.setattr(limits, "TOP_UP_AHEAD_BYTES", 32 * limits.MIB)
+    enlarged = node.tiers.find_prepared(16 * limits.MIB, is_limited=True)
+    assert enlarged is not None and enlarged.size_bytes == 32 * limits.MIB and found == [True, True]
     assert not has_huge_pages(tier)
     node.tiers.close()
 
