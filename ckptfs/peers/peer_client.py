@@ -21,6 +21,7 @@ from ckptfs.clique.peer_api import (
     PeerAddress,
     PeerCorrupt,
     PeerFailed,
+    PeerRefused,
     PingResult,
     SendResult,
     UrgentBlocks,
@@ -110,9 +111,7 @@ class PeerClient:
                 if isinstance(failure, PeerCorrupt) or not is_wanted():
                     raise
                 before = len(missing_blocks)
-                time.sleep(RETRY_S * 2**failures)
-                reply = link.call(link.stub.Progress, pb.TransferRequest(transfer=transfer))
-                missing_blocks = _decode_missing(link, offer, reply.lacking)
+                missing_blocks = _decode_missing(link, offer, _ask_progress(link, transfer, RETRY_S * 2**failures).lacking)
                 failures = 0 if len(missing_blocks) < before else failures + 1
                 if failures >= limits.PEER_TRIES_MAX:
                     raise
@@ -230,6 +229,19 @@ def _interpret_verdict(link: Link, offer: Offer, verdict: Any) -> SendResult | P
     if verdict.code:
         return link.translate_rejection(verdict.code, verdict.why)
     return PeerCorrupt(f"{link.name} received other bytes than were offered")
+
+
+def _ask_progress(link: Link, transfer: int, pause_s: float) -> Any:
+    """Ask what has arrived, after a pause, and once more if that failed. Raises PeerFailed."""
+    request = pb.TransferRequest(transfer=transfer)
+    time.sleep(pause_s)
+    try:
+        return link.call(link.stub.Progress, request)
+    except PeerRefused:
+        raise
+    except PeerFailed:
+        time.sleep(2 * pause_s)
+        return link.call(link.stub.Progress, request)
 
 
 def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:

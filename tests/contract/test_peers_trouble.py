@@ -244,13 +244,17 @@ def test_only_what_is_wanted_is_fetched(world: World) -> None:
 
 
 class Relay:
-    """A port in front of that of a node. `cut` resets the connections that lead through it; new ones come about."""
+    """A port in front of that of a node. `cut` ends the connections through it.
+
+    So many `refusals` later there are new ones.
+    """
 
     def __init__(self, node: PeerNode) -> None:
         self._target = ("127.0.0.1", node.server.port)
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.there = There(node.there.name, f"127.0.0.1:{self._listening.getsockname()[1]}")
         self._connections: list[socket.socket] = []
+        self.refusals = 0
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -265,7 +269,12 @@ class Relay:
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
-                ends = [self._listening.accept()[0], socket.create_connection(self._target)]
+                there = self._listening.accept()[0]
+                if self.refusals:
+                    self.refusals -= 1
+                    there.close()
+                    continue
+                ends = [there, socket.create_connection(self._target)]
                 self._connections += ends
                 for source, sink in (ends, ends[::-1]):
                     threading.Thread(target=self._pass, args=(source, sink), daemon=True).start()
@@ -287,12 +296,14 @@ def relay(world: World) -> Iterator[Relay]:
     made.stop()
 
 
-def test_a_sent_stream_that_breaks_goes_on_where_it_was(world: World, relay: Relay) -> None:
-    """What had arrived is not sent again."""
+@pytest.mark.parametrize("refusals", [0, 1])
+def test_a_sent_stream_that_breaks_goes_on_where_it_was(world: World, relay: Relay, refusals: int) -> None:
+    """What had arrived is not sent again, even if the next connection breaks too."""
     asked = iter(range(1000))
 
     def is_wanted() -> bool:
         if next(asked) == 5:
+            relay.refusals = refusals
             relay.cut()
         return True
 
