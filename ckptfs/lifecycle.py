@@ -130,8 +130,8 @@ def is_same_time(known_ns: int, observed_ns: int) -> bool:
 
 
 def is_same_file(known: tuple[int, int, int], observed: tuple[int, int, int]) -> bool:
-    """Return True if (size, mtime in ns, st_ino) on the PFS match the known state."""
-    return known[0] == observed[0] and known[2] == observed[2] and is_same_time(known[1], observed[1])
+    """Return True if (size, mtime in ns, st_ino) on the PFS match the known state; st_ino 0 is unknown."""
+    return known[0] == observed[0] and (known[2] == observed[2] or 0 in (known[2], observed[2])) and is_same_time(known[1], observed[1])
 
 
 def count_required_domains(factor: int, domains: int) -> int:

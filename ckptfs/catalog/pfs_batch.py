@@ -15,6 +15,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from ckptfs import disk
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
@@ -107,7 +108,7 @@ class ObservedStat:
 
     @classmethod
     def of(cls, found: os.stat_result) -> "ObservedStat":
-        return cls(found.st_ino, found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
+        return cls(disk.get_lasting_ino(found), found.st_mode, found.st_uid, found.st_gid, found.st_size, found.st_mtime_ns)
 
 
 ObservedNames = dict[PfsName, ObservedStat | None]

@@ -325,7 +325,7 @@ def _insert_inode(db: Database, directory: int, observed: PfsEntryStat) -> int:
 
 def _find_linked_inode(db: Database, observed: PfsEntryStat) -> int | None:
     """Return the inode of which `observed` is a further hard link on the PFS."""
-    if observed.nlink < 2 or not observed.is_file:
+    if observed.nlink < 2 or not observed.is_file or not observed.ino:
         return None
     inode: int | None = db.value(
         "SELECT u.inode FROM pfs_file u JOIN inode i ON i.id = u.inode WHERE u.pfs_inode = ? AND u.size = ? AND u.mtime_ns = ?"

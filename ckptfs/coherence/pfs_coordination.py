@@ -473,12 +473,12 @@ def choose_outcome(name: PfsName, intent: Value, states: Mapping[int, Value], fo
     """Return what a name shows after the intent of a dead node, and the new `states`. Pure.
 
     The inode is 0 if the name shows none. The PFS shows which of the announced steps was the last: the one whose inode has the st_ino that
-    is found. If none has, or it is that of the inode that was there before, nothing was done.
+    is found. If none has, or it is that of the inode that was there before, nothing was done. Without lasting numbers, size and time tell.
     """
     before, shared_name = intent.get("inode", 0), [name[0], name[1].decode("latin-1")]
-    ino = 0 if found is None else found.ino
-    done = next((step for step in reversed(_list_steps(intent)) if step[1] == ino and bool(step[0]) == (found is not None)), None)
-    is_done = done is not None and (found is None or ino != _get_ino(states.get(before, {})))
+    done = next((step for step in reversed(_list_steps(intent)) if _is_shown(step, found)), None)
+    former = states.get(before, {})
+    is_done = done is not None and (found is None or not _is_shown([before, _get_ino(former), former.get("published")], found))
     shows, _, published = done if done is not None and is_done else (before, 0, None)
     outcome: dict[int, Value] = {}
     for inode, state in states.items():
@@ -487,7 +487,7 @@ def choose_outcome(name: PfsName, intent: Value, states: Mapping[int, Value], fo
         now["names"] = sorted([*(other for other in now["names"] if other != shared_name), *([shared_name] if inode == shows else [])])
         if inode == shows and published:
             now["published"] = published
-        if inode == shows and found is not None and (is_done or ino == _get_ino(now)):
+        if inode == shows and found is not None and (is_done or found.ino == _get_ino(now)):
             now |= _build_observed(now, found)
     return shows, outcome
 
@@ -501,6 +501,16 @@ def list_intent_inodes(key: SharedKey, intent: Value) -> set[int]:
 def _list_steps(intent: Value) -> list[list[Any]]:
     """Return what a name shows after each change of an intent, as `_build_step` does."""
     return [*intent.get("passes", ()), [intent.get("next", 0), intent.get("ino", 0), intent.get("published")]]
+
+
+def _is_shown(step: list[Any], found: ObservedStat | None) -> bool:
+    """Return True if the PFS shows what a step leads to."""
+    inode, ino, published = step
+    if found is None or not inode:
+        return found is None and not inode
+    if found.ino or ino:
+        return bool(ino == found.ino)
+    return published is not None and (published[2], published[3]) == (found.size, found.mtime_ns)
 
 
 def _get_ino(state: Value) -> int | None:

@@ -310,8 +310,8 @@ class Scan:
                 raise _build_busy_error(names) from None
             self._scan_missing_ancestor(root_fd, names, directory)
             raise
-        known = pfs_state.find_pfs_inode(self._db, directory)
-        is_moved = directory != ROOT and known != disk.fstat(fd).st_ino
+        known, ino = pfs_state.find_pfs_inode(self._db, directory), disk.get_lasting_ino(disk.fstat(fd))
+        is_moved = directory != ROOT and ino not in (0, known)
         if is_moved and (self._is_path_changing(directory, names) or (self._cluster is not None and known is not None)):
             os.close(fd)
             raise _build_busy_error(names)

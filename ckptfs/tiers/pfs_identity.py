@@ -54,7 +54,7 @@ _PIN = "pin:"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_MARK = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
 """A mark cannot be made there. Other errors mean that the PFS does not work now."""
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_WITHOUT_LASTING_NUMBERS = ("fuse", "vfat", "exfat")
 _ANONYMOUS_TYPES = {"tmpfs", "ramfs", "overlay"}
 """Filesystems whose source says nothing: each mount of them is another one."""
 _AT_EMPTY_PATH, _STATX_BTIME = 0x1000, 0x800
@@ -164,9 +164,7 @@ def write_text(fd: int, text: str) -> None:
         os.link(temporary, MARK, src_dir_fd=fd, dst_dir_fd=fd)
     except FileExistsError:
         pass
-    except OSError as failure:
-        if failure.errno not in _NO_LINKS:
-            raise
+    except OSError:  # A PFS without links may answer with any error.
         os.rename(temporary, MARK, src_dir_fd=fd, dst_dir_fd=fd)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -237,11 +235,22 @@ def open_checked(pfs: Path, check: Callable[[int], None]) -> int:
     """Open the directory `pfs=`. Close it if `check` raises."""
     fd = open_directory("scan:root", pfs)
     try:
+        disk.examine_inode_numbers(os.fstat(fd).st_dev, lambda: _has_lasting_inode_numbers(fd))
         check(fd)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _has_lasting_inode_numbers(fd: int) -> bool:
+    """Return False for a filesystem that may give a file another inode number later.
+
+    Filesystems in user space do so after a rename, a new mount, or when the kernel has forgotten the file, if their server has no numbers
+    (sshfs, rclone, s3fs). FAT has none either.
+    """
+    mounted = procfs.find_mount_of(fd)
+    return mounted is None or not mounted.fstype.startswith(_WITHOUT_LASTING_NUMBERS)
 
 
 def require_same(root_fd: int, pfs: Path, identity: str | None) -> None:

@@ -165,6 +165,8 @@ def apply_attributes(
     with disk.closing(os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)) as fd:
         found = os.fstat(fd)
         is_symlink, owner = stat.S_ISLNK(found.st_mode), (found.st_uid, found.st_gid)
+        if is_symlink and not disk.get_lasting_ino(found):
+            return  # Some filesystems in user space would change what the link leads to.
         path = b"/proc/self/fd/%d" % fd
         # What the path of a symlink's descriptor leads to is its target.
         at, how = (name, {"dir_fd": directory, "follow_symlinks": False}) if is_symlink else (path, {})

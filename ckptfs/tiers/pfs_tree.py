@@ -125,7 +125,7 @@ def stat_descriptor(fd: int) -> PfsEntryStat:
 def _build_stat(name: bytes, found: os.stat_result) -> PfsEntryStat:
     found = disk.bound_status(found)
     return PfsEntryStat(
-        name, found.st_mode, found.st_uid, found.st_gid, found.st_rdev, found.st_nlink, found.st_size, found.st_ino,
+        name, found.st_mode, found.st_uid, found.st_gid, found.st_rdev, found.st_nlink, found.st_size, disk.get_lasting_ino(found),
         found.st_atime_ns, found.st_mtime_ns, found.st_ctime_ns,
     )  # fmt: skip
 
@@ -215,7 +215,7 @@ class PfsTree:
             return self._root_fd
         fd = self._get_cached(names)
         expected = self._expected.get(names)
-        if expected is not None and disk.fstat(fd).st_ino != expected:
+        if expected is not None and disk.get_lasting_ino(disk.fstat(fd)) not in (0, expected):
             self.clear_cache()
             raise DirectoryReplaced(names)
         return fd
@@ -347,4 +347,4 @@ def open_published(pfs: Path, known: FetchState) -> int:
 def matches_catalog(fd: int, known: PublishedRow) -> bool:
     """Return True if an open file is in the state that the catalog records."""
     found = disk.fstat(fd)
-    return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, found.st_ino))
+    return is_same_file((known.size, known.mtime_ns, known.pfs_inode), (found.st_size, found.st_mtime_ns, disk.get_lasting_ino(found)))

@@ -72,3 +72,12 @@ def test_the_intent_of_an_inode_ends_with_the_last_of_its_names() -> None:
     assert between[5] == state | {"names": [], "changing": [[1, "parked"]]}
     _, after = choose_outcome((1, b"parked"), {"passes": [[5, 50, state["published"]]]}, between, found(50))
     assert after[5]["names"] == [[1, "parked"]] and not after[5].keys() & {"by", "of", "batch", "changing"}
+
+
+@pytest.mark.parametrize(("mtime_ns", "shows"), [(40, 7), (20, 5), (99, 5)])
+def test_without_lasting_numbers_size_and_time_tell(mtime_ns: int, shows: int) -> None:
+    """D10: the former file, the new one, or what others wrote."""
+    published = [*PUBLISHED[:4], 0, PUBLISHED[5]]
+    intent = {"inode": 5, "next": 7, "ino": 0, "published": published}
+    now, outcome = choose_outcome(NAME, intent, {5: shown(0, SHARED), 7: {"names": []}}, found(0, mtime_ns))
+    assert now == shows and outcome[shows]["names"] == [SHARED]

@@ -31,6 +31,7 @@ from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsAction, Pfs
 from ckptfs.catalog.pfs_state import Fingerprint, PfsLocation
 from ckptfs.errors import Busy, posix_error
 from ckptfs.flow.write_back.stage import drop_taken, remove_temporary
+from ckptfs.lifecycle import is_same_file
 from ckptfs.model import Inode
 from ckptfs.tiers import pfs_ownership, transfer
 from ckptfs.tiers.pfs_ownership import find_stat, run_as_owner
@@ -436,8 +437,10 @@ class Applier:
 
     def _preserve_external(self, action: PfsAction) -> None:
         """Keep an external file or change under a conflict name before it is replaced."""
-        there, expected = self._stat(action.target), action.replaced_fingerprint
-        if there is None or stat.S_ISDIR(there.st_mode) or self._matches(there, action.fingerprint):
+        there, made, expected = self._stat(action.target), action.fingerprint, action.replaced_fingerprint
+        if there is None or stat.S_ISDIR(there.st_mode):
+            return
+        if self._matches(there, made) and (made.ino or is_same_file((made.size, made.mtime_ns, 0), (there.st_size, there.st_mtime_ns, 0))):
             return  # Also what a batch that was cut off made of the same bytes.
         if expected is not None and self._matches(there, expected):
             if _is_externally_changed(there, expected):

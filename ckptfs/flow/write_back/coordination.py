@@ -182,7 +182,7 @@ class ClusterWriteBack(WriteBack):
         for directory in {key.number for key in self._snapshot.store_values if key.kind == PFS_NAME}.union(directories):
             number = None if directory == ROOT else pfs_state.find_pfs_inode(self._db, directory)
             path = None if number is None else view.get_path(directory)
-            if path and number is not None:
+            if path and number:
                 expected[path] = number
         self._tree.set_expected_inodes(expected)
 

@@ -288,7 +288,7 @@ class Stager:
             resumed_fd = None if left is None else self._open_resumable(directory, left, planned, wanted)
             there = find_stat(directory, action.location.name) if planned.can_merge else None
             if there is not None and stat.S_ISDIR(there.st_mode):
-                return Staged(Fingerprint(there.st_ino), is_merged=True)
+                return Staged(Fingerprint(disk.get_lasting_ino(there)), is_merged=True)
             try:
                 if stat.S_ISREG(wanted.mode):
                     return self._stage_file(directory, planned, wanted, xattrs, resumed_fd)
@@ -331,8 +331,9 @@ class Stager:
         self._open.append((fd, action, size))
         generation = wanted.generation if planned.content is None else planned.content.generation
         complete = planned.kind is not SourceKind.STABLE
-        fingerprint = Fingerprint(found.st_ino, size, found.st_mtime_ns)
-        published = PublishedRow(action.inode, generation, complete, size, found.st_mtime_ns, found.st_ino, whole, blocks, action.key)
+        ino = disk.get_lasting_ino(found)
+        fingerprint = Fingerprint(ino, size, found.st_mtime_ns)
+        published = PublishedRow(action.inode, generation, complete, size, found.st_mtime_ns, ino, whole, blocks, action.key)
         return Staged(fingerprint, published)
 
     def _stage_special(self, directory: int, name: bytes, wanted: Inode, xattrs: dict[bytes, bytes]) -> Staged:
@@ -350,7 +351,7 @@ class Stager:
         assert made is not None
         _check_owner(made)
         pfs_ownership.apply_attributes(directory, name, wanted, xattrs, is_new=True)
-        return Staged(Fingerprint(made.st_ino))
+        return Staged(Fingerprint(disk.get_lasting_ino(made)))
 
     def _fill_sealed(self, fd: int, content: Content) -> transfer.ContentDigests:
         """Copy from the first copy that has the digest; quarantine those that have not."""
@@ -484,7 +485,7 @@ def drop_taken(directory: int, action: PfsAction, found: os.stat_result | None =
     `found`: its last stat; None: it is the file of the action. If the call landed late and took another file, that one gets its name back,
     unless the name is in use again. It may have the st_ino of the file that was meant: filesystems use the numbers of removed files again.
     """
-    taken, meant_ino = find_stat(directory, action.temporary), action.fingerprint.ino if found is None else found.st_ino
+    taken, meant_ino = find_stat(directory, action.temporary), action.fingerprint.ino if found is None else disk.get_lasting_ino(found)
     if taken is None or stat.S_ISDIR(taken.st_mode):
         return
 
