@@ -59,7 +59,8 @@ def separate(db: Database, inode: int, known: Value) -> bool:
         for key in names:
             keys.write_value(db, key, {"child": made})
             journal.append(db, "make" if key == names[0] else "link", made, parent=key.number, name=key.name)
-        journal.append(db, "content", made, content=content.number)
+        writer = (key_state.get_cached(db, content).fields or {}).get("node", 0)  # It no longer finds this content in its file.
+        journal.append(db, "content", made, content=content.number, origin=0 if writer == identity.get_node_number(db) else writer)
         handles.move_shown(db, inode, made, content.number)
         keys.set_link_count(db, inode)
     return True
