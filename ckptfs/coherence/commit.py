@@ -340,8 +340,9 @@ class _TransactionBuilder:
                 self._add_key(name)
 
     def _delete_content(self, inode: int, content: int) -> None:
-        """Delete the content of a removed file and its copies, unless it is the previous one of another file."""
-        if self._db.value("SELECT 1 FROM content WHERE id = ? AND inode <> ? AND superseded_mtime_ns IS NOT NULL", content, inode):
+        """Delete the content of a removed file and its copies, unless another file has or had it."""
+        is_held = "superseded_mtime_ns IS NOT NULL OR EXISTS (SELECT 1 FROM inode i WHERE i.id = k.inode AND i.content = k.id)"
+        if self._db.value(f"SELECT 1 FROM content k WHERE id = ? AND inode <> ? AND ({is_held})", content, inode):
             return
         copies = encode_key(SharedKey(COPY, content))
         self._transaction.extra_deletes.append(Delete(copies, prefix_end(copies)))

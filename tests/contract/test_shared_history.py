@@ -645,3 +645,26 @@ async def check_kept(a: Node, b: Node, inode: int, old: int, new: int) -> None:
         assert (shown.id, shown.content, shown.nlink, shown.history) == (inode, new, 1, 0) and kept != inode
         await node.sharing.refresh_inode(kept)
         assert node.db.value("SELECT inode FROM content WHERE id = ?", old) == kept
+
+
+@two_nodes
+@pytest.mark.parametrize("is_island", [True, False])
+async def test_a_set_keeps_its_content_if_its_file_is_written_and_loses_its_last_name(a: Node, b: Node, is_island: bool) -> None:
+    """P5: the store hears in one transaction that the set has a file of its own, and that the former file is gone."""
+    file = await a.make("f1")
+    content = await make_closed(a, file.id)
+    await keep(a, "f1")
+    if is_island:
+        a.cut(True)
+        await separate(a, "f1")
+        await a.unlink("f1")
+        await reconnect(a, b)
+    else:
+        await b.stat("f1")
+        await read_history(b)
+        await a.unlink("f1")
+        await make_closed(b, file.id)  # It is open since before the set was made.
+    await settled([a, b])
+    ((_, kept),) = (await read_history(b)).items()
+    assert kept != file.id and inodes.get(b.db, kept).content == content
+    assert stored(b.store.etcd)[SharedKey(CONTENT, content)]["inode"] == kept
