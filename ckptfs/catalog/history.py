@@ -413,9 +413,8 @@ def separate(db: Database, inode: int, copied: int | None = None) -> int:
     for index, (parent, name) in enumerate(names):
         db.run("UPDATE entry SET child = ? WHERE parent = ? AND name = ?", made, parent, name)
         journal.append(db, "link" if index else "make", made, parent=parent, name=bytes(name))
-    # A node without etcd may know names that are not counted yet. The file keeps those that are left here.
-    left = "max(nlink - ?1, (SELECT count(*) FROM entry WHERE child = ?2))"
-    db.run(f"UPDATE inode SET nlink = {left}, history = max(history - ?1, 0) WHERE id = ?2", len(names), inode)
+    counted = min(len(names), row.history)  # A node without etcd may know names that are not counted yet.
+    db.run("UPDATE inode SET nlink = nlink - ?1, history = history - ?1 WHERE id = ?2", counted, inode)
     content = row.content if copied is None else copied
     if copied is not None:
         contents.record_duplicate(db, copied, inode, made)

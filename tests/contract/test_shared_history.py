@@ -668,3 +668,13 @@ async def test_a_set_keeps_its_content_if_its_file_is_written_and_loses_its_last
     ((_, kept),) = (await read_history(b)).items()
     assert kept != file.id and inodes.get(b.db, kept).content == content
     assert stored(b.store.etcd)[SharedKey(CONTENT, content)]["inode"] == kept
+
+
+@two_nodes
+async def test_a_name_that_another_node_removed_is_not_counted_after_a_separation(a: Node, b: Node) -> None:
+    """P2: its entry stays in the catalog until the directory is read again."""
+    await a.build("f1", "d/")
+    await a.link("f1", "d/f2")
+    await b.unlink("d/f2")
+    await keep(a, "f1")
+    assert (await separate(a, "f1")).nlink == 1
