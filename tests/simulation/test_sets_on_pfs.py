@@ -11,8 +11,9 @@ from ckptfs.config.schema import RetentionRule
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 
 
-def test_an_island_writes_a_file_of_a_set_that_its_writer_has_not_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The set keeps the content in the store. The island writes it back, because the writer finds another one in the file."""
+@pytest.mark.parametrize("number", [1, 2])
+def test_an_island_writes_a_file_of_a_set_that_its_writer_has_not_written_back(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The set keeps the content in the store. The island writes it back: the writer, or another node which only had a copy."""
     step, is_slow = ClusterWriteBack.step, True
 
     def step_unless_slow(write_back: ClusterWriteBack) -> bool:
@@ -20,14 +21,15 @@ def test_an_island_writes_a_file_of_a_set_that_its_writer_has_not_written_back(m
 
     async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
         nonlocal is_slow
-        writer, island = cluster.nodes[1], cluster.nodes[2]
+        writer, island, other = cluster.nodes[1], cluster.nodes[number], cluster.nodes[3]
         assert cluster.pfs is not None
         await writer.write("step_1.bin", b"former")
-        assert await island.mount.read("step_1.bin") == b"former"
+        for node in (island, other):
+            assert await node.mount.read("step_1.bin") == b"former"
         island.cut(True)
         await trio.sleep(SETTLE_S)
         await island.mount.overwrite("step_1.bin", b"newest", 0.0)
-        assert sorted(await list_history(writer)) == ["step_*.bin/step_1.bin@1"]
+        assert sorted(await list_history(other)) == ["step_*.bin/step_1.bin@1"]
         island.cut(False)
         await trio.sleep(SETTLE_S)
         is_slow = False

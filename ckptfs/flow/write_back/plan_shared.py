@@ -28,7 +28,7 @@ from ckptfs.coherence.keys import PFS_NAME, PFS_STATE, SharedKey
 from ckptfs.coherence.pfs_coordination import StoreSnapshot, list_intent_inodes
 from ckptfs.flow.write_back.plan import Planner
 from ckptfs.flow.write_back.plan_facts import Facts, SourceKind
-from ckptfs.model import ROOT, ContentState
+from ckptfs.model import ROOT, Content, ContentState
 
 # One transaction of the store publishes the intents of a batch, and compares four keys for each action.
 PUTS_MAX = 24
@@ -174,11 +174,12 @@ class SharedPlanner(Planner):
         known = self._facts.get_content(content)
         if known is not None and known.is_remote and known.state is not ContentState.SEALED:
             return True  # A dead node had not sealed it, so no node has it.
-        if known is not None and known.is_remote and not self._has_local_copy(content):
-            if content in self._facts.lost_contents:
+        if known is not None and known.state is ContentState.SEALED and self._lacks_bytes(row, known):
+            if content not in self._facts.lost_contents:
+                self.plan.missing_inode = row.inode
+                return self._wait()
+            if known.is_remote:
                 return True
-            self.plan.missing_inode = row.inode
-            return self._wait()
         for name in self.view.list_pending_names(row.inode):
             if not self._has_name(row, name):
                 self.view.delete_pending(*name)
@@ -192,6 +193,14 @@ class SharedPlanner(Planner):
         if not all(self._ensure_directory(parent) and self._vacate((parent, name), row.inode) for parent, name in names):
             return False
         return self._content(row) if row.op == "content" else self._synced(row)
+
+    def _lacks_bytes(self, row: JournalRow, content: Content) -> bool:
+        """Return True if the PFS is to show a content of which this node has no copy.
+
+        A dead node wrote it, or a set keeps what this node has replaced since.
+        """
+        published = self._facts.get_published(row.inode)
+        return (published is None or published.generation != content.generation) and not self._has_local_copy(content.id)
 
     # --- alignment ----------------------------------------------------------------------------------------------------
 
