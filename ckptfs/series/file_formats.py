@@ -77,6 +77,8 @@ def inspect(name: bytes, size: int, read: ReadRange) -> FileFormat:
 def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFormat:
     if extension == "distcp":
         return FileFormat()  # Any number of archives in a row: only `.metadata` knows their ends.
+    if extension == "safetensors" or _has_safetensors_header(head):
+        return FileFormat("safetensors", _find_safetensors_flaw(size, head, read))
     for format_name, magic, find_flaw in _BY_MAGIC:
         if head.startswith(magic):
             return FileFormat(format_name, find_flaw(size, head, read))
@@ -84,8 +86,6 @@ def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFor
             return FileFormat(format_name, _ENDS_EARLY.format("first bytes are complete"))
     if head[257:262] == b"ustar":
         return FileFormat("tar", _find_tar_flaw(size, head, read))
-    if extension == "safetensors" or _has_safetensors_header(head):
-        return FileFormat("safetensors", _find_safetensors_flaw(size, head, read))
     if extension == "json":
         return FileFormat("json", _find_json_flaw(size, read))
     if extension in _JSON_WITHOUT_EXTENSION and head[:1] == b"{" and not _NO_TEXT.search(head):

@@ -43,6 +43,12 @@ def write_safetensors(path: Path) -> None:
     safetensors.save_file({"a": numpy.ones((10, 10), "f4"), "b": numpy.zeros(3, "i8")}, path, metadata={"format": "np"})
 
 
+def write_like_a_pickle(path: Path) -> None:
+    """Its header has 640 bytes: the file begins like a pickle of protocol 2."""
+    header = json.dumps({"a": {"dtype": "U8", "shape": [2000], "data_offsets": [0, 2000]}}).encode().ljust(0x280)
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(2000))
+
+
 def write_hdf5(version: str) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         h5py, numpy = pytest.importorskip("h5py"), pytest.importorskip("numpy")
@@ -88,6 +94,7 @@ WRITERS: list[tuple[str, str, Callable[[Path], object]]] = [
     ("texts.npy", "numpy", write_texts),
     ("x.safetensors", "safetensors", write_safetensors),
     ("model", "safetensors", write_safetensors),
+    ("adapter.safetensors", "safetensors", write_like_a_pickle),
     ("earliest.h5", "HDF5", write_hdf5("earliest")),
     ("latest.h5", "HDF5", write_hdf5("latest")),
     ("x.pt", "zip", write_torch()),
