@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ckptfs.series import pickle_scan
-from ckptfs.series.pickle_scan import DamagedPickle, ReadRange, TooLong
+from ckptfs.series.pickle_scan import DamagedPickle, NoOpcode, ReadRange, TooLong
 
 HEADER_BYTES_MAX = 32 << 20
 """Longer headers are not believed; a header of 1 MiB describes 10,000 tensors."""
@@ -29,6 +29,7 @@ _XML_ROOT = re.compile(rb"(?:\s|<!--.*?-->|<[?!][^>]*>)*<([^\s<>/?!]+)", re.DOTA
 _NO_TEXT = re.compile(rb"[\0-\x08\x0e-\x1f\x7f]")
 _NO_JSON = "is no JSON; its writer did not finish it"
 _ENDS_EARLY = "ends before its {}; its writer did not finish it"
+_NO_PICKLE = _ENDS_EARLY.format("pickle is complete")
 
 
 class FileFormat(NamedTuple):
@@ -72,6 +73,8 @@ def inspect(name: bytes, size: int, read: ReadRange) -> FileFormat:
         return _inspect(extension, size, head, read)
     except TooLong:
         return FileFormat()
+    except NoOpcode:
+        return FileFormat("pickle", _NO_PICKLE) if extension in _PICKLES else FileFormat()
 
 
 def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFormat:
@@ -249,7 +252,10 @@ _STORAGE_BYTES = {
 
 
 def _find_pickle_flaw(size: int, head: bytes, read: ReadRange) -> str:
-    """Find the flaw of a file of pickles in a row, up to the end of the file."""
+    """Find the flaw of a file of pickles in a row, up to the end of the file.
+
+    Raises NoOpcode if one of the first bytes is none: raw numbers may begin like a pickle.
+    """
     if head.startswith(_LEGACY_TORCH):
         return _find_legacy_torch_flaw(size, read)
     end = 0
@@ -261,8 +267,10 @@ def _find_pickle_flaw(size: int, head: bytes, read: ReadRange) -> str:
                     if read(size - 1, 1) == _STOP:
                         raise TooLong  # The bytes of an array follow. Only what reads them knows where the pickle goes on.
                     raise DamagedPickle
-    except DamagedPickle:
-        return _ENDS_EARLY.format("pickle is complete")
+    except DamagedPickle as damage:
+        if isinstance(damage, NoOpcode) and end < _HEAD_BYTES:
+            raise
+        return _NO_PICKLE
     return ""
 
 
@@ -278,7 +286,7 @@ def _find_legacy_torch_flaw(size: int, read: ReadRange) -> str:
                 elif step.name == "BINPERSID" and number == 3:
                     storages[recent[2:3][0] if len(recent) > 2 else None] = _get_storage_bytes(recent)
     except DamagedPickle:
-        return _ENDS_EARLY.format("pickle is complete")
+        return _NO_PICKLE
     if None in storages.values():
         raise TooLong  # A storage that this code does not know.
     expected = end + sum(8 + (length or 0) for length in storages.values())
@@ -338,6 +346,7 @@ _BY_MAGIC: tuple[tuple[str, bytes, FindFlaw], ...] = (
     ("xz", b"\xfd7zXZ\0", _ends_with(b"YZ", "footer")),
 )
 _BY_EXTENSION = {"tar": "tar", "h5": "HDF5", "hdf5": "HDF5", "npz": "zip", "npy": "numpy", "zip": "zip", "keras": "zip"}
+_PICKLES = {"pkl", "pickle", "metadata"}
 _JSON_WITHOUT_EXTENSION = {"", "zarray", "zattrs", "zgroup"}
 """As of Orbax and zarr, if they begin so."""
 _NEVER_EMPTY = {

@@ -31,6 +31,10 @@ class DamagedPickle(Exception):
     """The bytes are no pickle, or one that ends early."""
 
 
+class NoOpcode(DamagedPickle):
+    """A byte is no opcode."""
+
+
 class TooLong(Exception):
     """The pickle has more opcodes than a scan may read."""
 
@@ -99,7 +103,7 @@ def _read_opcode(window: _Window, offset: int) -> tuple[str, Value, int]:
     """Return (name, value, end) of the opcode at `offset`."""
     code = window.get(offset, 1)[0]
     if code not in _BY_CODE:
-        raise DamagedPickle
+        raise NoOpcode
     name, length = _BY_CODE[code]
     offset += 1
     if length == pickletools.UP_TO_NEWLINE:

@@ -156,8 +156,12 @@ def test_what_is_no_such_file(name: str, data: bytes, flaw: str) -> None:
     assert flaw in inspect(name, data).flaw
 
 
+RAW = ("rank0", b"\x80\x03\xd2\x11\xb7\x3c\x0f\x40" * 100)
+"""Numbers that begin like a pickle."""
+
+
 @pytest.mark.parametrize(
-    ("name", "data"), [("rank0.pt", b"x" * 100), ("state", b"\0" * 100), ("notes.txt", b""), ("done", b""), ("a.bin", b"\x80x")]
+    ("name", "data"), [("rank0.pt", b"x" * 100), ("state", b"\0" * 100), ("notes.txt", b""), ("done", b""), ("a.bin", b"\x80x"), RAW]
 )
 def test_what_is_not_known(name: str, data: bytes) -> None:
     """An unknown format is neither whole nor flawed: others decide."""
