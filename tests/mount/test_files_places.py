@@ -28,7 +28,7 @@ def test_fsync_at_level_pfs_returns_when_the_pfs_has_it(data_path: str, make_dae
     fd = os.open(daemon.path, os.O_RDONLY)
     os.fsync(fd)
     os.close(fd)
-    assert os.listdir(daemon.pfs) == [".ckptfs", "renamed"]
+    assert sorted(os.listdir(daemon.pfs)) == [".ckptfs", "renamed"]
 
 
 def test_an_open_file_that_was_fsynced_reaches_the_pfs(mount: Area) -> None:
