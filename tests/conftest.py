@@ -21,6 +21,11 @@ import pytest
 from daemon_under_test import DAEMONS, REPOSITORY, Area, DaemonUnderTest, NotStarted, deadline
 from etcd_server import etcd as etcd
 from etcd_server import node_options, serving
+from hypothesis import HealthCheck, settings
+
+# No test measures time: an example takes long if another program has the processor.
+settings.register_profile("tests", deadline=None, suppress_health_check=list(HealthCheck))
+settings.load_profile("tests")
 
 # The long form of tests/crash takes longer.
 TEST_S = 300.0 + 15.0 * max(0, int(os.environ.get("CKPTFS_KILLS", "0")) - 10)

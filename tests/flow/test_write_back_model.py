@@ -12,7 +12,7 @@ import shutil
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from write_back_world import CHANGES, Killed, Mount, Refusal, Tree, intercepted, killed_at, memory, pfs_tree, rest
 
@@ -45,7 +45,6 @@ kills = st.one_of(
 )
 kept = st.tuples(st.sampled_from(["keep", "keep", "forget", "append"]), names)
 refusals = st.one_of(*changes, st.sampled_from([("rest",), ("rest",), ("restart",), ("retry",)]))
-no_health_checks = list(HealthCheck)
 
 
 class Application:
@@ -262,7 +261,7 @@ def test_a_batch_that_is_done_again_keeps_a_later_link() -> None:
     play(World(rewrite=False), [("put", b"b", 0), ("rename", b"b", b"a", 0), ("link", b"a", b"b"), ("do twice",)])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=no_health_checks)
+@settings(max_examples=60)
 @given(st.lists(kills, max_size=40))
 def test_every_state_on_the_pfs_was_one_of_the_mount(steps: list[Step]) -> None:
     play(World(rewrite=False), steps)
@@ -271,20 +270,20 @@ def test_every_state_on_the_pfs_was_one_of_the_mount(steps: list[Step]) -> None:
 some_changes = st.lists(st.one_of(*changes), min_size=4, max_size=15)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=no_health_checks)
+@settings(max_examples=60)
 @given(some_changes, some_changes, hurries, st.lists(st.one_of(writes, writes, hurries, *changes), max_size=10))
 def test_only_new_files_are_ahead_of_a_state_of_the_mount(shown: list[Step], pending: list[Step], hurry: Step, rest: list[Step]) -> None:
     """G1: a drain without enough time takes urgent files first, and the PFS loses nothing by it."""
     play(World(rewrite=False), [*shown, ("write back", 1000, True), *pending, hurry, *rest])
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=no_health_checks)
+@settings(max_examples=60)
 @given(st.lists(st.one_of(kills, kept, kept), max_size=50))
 def test_the_end_is_exact_whatever_is_rewritten_and_killed(steps: list[Step]) -> None:
     play(World(rewrite=True), steps)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=no_health_checks)
+@settings(max_examples=100)
 @given(
     st.lists(refusals, max_size=40),
     st.sets(st.sampled_from([b"a", b"b", b"d", b"f"]), min_size=1, max_size=2),
@@ -297,7 +296,7 @@ def test_the_rest_is_there_and_nothing_is_lost(steps: list[Step], refused: set[b
 unlinked = st.one_of(*(change for change in changes if change is not changes[3]), kept, kept, kept, st.just(("write back",)))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=no_health_checks)
+@settings(max_examples=100)
 @given(st.lists(unlinked, max_size=40))
 def test_a_pfs_without_hard_links_has_all_files_and_keeps_what_only_the_history_names(steps: list[Step]) -> None:
     world = Application(rewrite=True)
@@ -341,7 +340,7 @@ def list_shown(mount: Mount) -> Tree:
     return shown
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=no_health_checks)
+@settings(max_examples=150)
 @given(st.lists(st.one_of(*changes, st.tuples(st.just("release"), names), st.just(("write back",))), max_size=25))
 def test_whatever_an_application_does_the_pfs_shows_all_but_what_is_held(steps: list[tuple[Any, ...]]) -> None:
     world = Application(rewrite=True)

@@ -122,7 +122,7 @@ def test_a_run_of_1000_steps_keeps_exactly_what_the_rule_says(name: str) -> None
         assert not ruling.not_local
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     rule=st.sampled_from(sorted(RULES)),
     steps=st.lists(st.integers(0, 3), min_size=1, max_size=60),

@@ -68,7 +68,7 @@ def streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
     return data, [message for part in parts for message in part]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(streams())
 def test_whatever_arrives_only_right_blocks_are_written(stream: tuple[bytes, list[bytes]]) -> None:
     data, messages = stream
@@ -85,7 +85,7 @@ def test_whatever_arrives_only_right_blocks_are_written(stream: tuple[bytes, lis
     assert landed.written == {number: data[number * BLOCK : (number + 1) * BLOCK] for number in landed.written}
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.binary(min_size=1, max_size=6 * BLOCK), st.booleans(), st.randoms())
 def test_what_departs_arrives(data: bytes, squeeze: bool, random: object) -> None:
     import os
@@ -103,7 +103,7 @@ def test_what_departs_arrives(data: bytes, squeeze: bool, random: object) -> Non
     assert arriving.has_ended and len(landed.written) == len(numbers)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(NUMBERS, NUMBERS, NUMBERS, NUMBERS, st.binary(max_size=20), st.binary(max_size=100), st.binary(max_size=100), st.booleans())
 def test_any_offer_is_refused_or_whole(
     content: int, inode: int, generation: int, size: int, found: bytes, blocks: bytes, whole: bytes, honest: bool
