@@ -13,6 +13,7 @@ machine the thread also touches the pages, so that the host has backed them befo
 expired content has just freed, so a step also runs whenever contents were deleted.
 """
 
+import contextlib
 import errno
 import logging
 import os
@@ -109,7 +110,8 @@ class Prepare:
         self._is_stopping = False
         self._is_virtual_machine = procfs.is_virtual_machine()
         self._spare_due_s = 0.0
-        self._thread = ThreadPoolExecutor(1, "prepare", initializer=_lower_priority)
+        self._thread_id = 0
+        self._thread = ThreadPoolExecutor(1, "prepare", initializer=self._lower_priority)
 
     def step(self) -> bool:
         """Give back what must go, and prepare one file. Return True if there is more to do at once."""
@@ -137,8 +139,14 @@ class Prepare:
         return limits.PREPARED_POLL_S if self._is_waiting else None
 
     def stop(self) -> None:
-        """Give everything back: the mover ends."""
+        """Give everything back: the mover ends.
+
+        On a busy machine, a piece would take a thread of the lowest priority many seconds. Only root may raise a priority.
+        """
         self._is_stopping = True
+        if self._thread_id:
+            with contextlib.suppress(PermissionError):
+                os.setpriority(os.PRIO_PROCESS, self._thread_id, os.getpriority(os.PRIO_PROCESS, 0))
         self._thread.shutdown()
         self._tiers.prepared.give_back(limits.OFFSET_MAX)
 
@@ -196,6 +204,6 @@ class Prepare:
         if freed:
             log.info("ram: gave back %d MiB of prepared memory: the machine is short of memory", freed // limits.MIB)
 
-
-def _lower_priority() -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST_PRIORITY)
+    def _lower_priority(self) -> None:
+        self._thread_id = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, self._thread_id, LOWEST_PRIORITY)

@@ -2,11 +2,14 @@
 
 import os
 import tempfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from daemon_under_test import eventually
 from local_node import Node, run_until_idle
 
 from ckptfs import disk, limits, procfs
@@ -158,6 +161,25 @@ def test_writers_go_first_but_not_for_ever(node: Node, flow: Prepare, monkeypatc
     assert _pool(node) == [16]
     assert looks == [[]] * (3 if patience_s else 1)
     flow.stop()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may raise a priority")
+def test_the_end_waits_for_no_thread_of_the_lowest_priority(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: on a busy machine it does not run for many seconds, and nobody could mount again."""
+    normal, begun = os.getpriority(os.PRIO_PROCESS, 0), threading.Event()
+
+    def count_writers(_: object) -> int:
+        begun.set()
+        eventually(lambda: os.getpriority(os.PRIO_PROCESS, 0) == normal, 20, "it has the priority of others")
+        return 0
+
+    monkeypatch.setattr(contents, "count_writers", count_writers)
+    node.tiers.prepared.record_size(b"a", 16 * MIB)
+    with ThreadPoolExecutor(1) as threads:
+        step = threads.submit(flow.step)
+        assert begun.wait(60)
+        flow.stop()
+        assert not step.result()
 
 
 def test_a_writer_that_is_faster_is_no_trouble(node: Node, flow: Prepare, monkeypatch: pytest.MonkeyPatch) -> None:
