@@ -8,7 +8,7 @@ process has written, and SEEK_DATA skips it.
 The execute bit of the owner marks a file with prepared pages, until `trim` removes those. The bit of the group says that the application
 itself has called fallocate: then `trim` removes only what lies beyond the end.
 
-`expected/<place, hex>` is a hole of the size that the last file of a place had (`ckptfs.series.get_place`). Its mtime says when.
+`expected/<place, hex>` is a hole of the size that the last file of a place had (`ckptfs.series.patterns.get_place`). Its mtime says when.
 
 Invariants:
 - The two directories are the only record. The process that renames a prepared file owns it; the others get ENOENT.

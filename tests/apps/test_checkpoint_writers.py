@@ -11,7 +11,7 @@ import pytest
 from programs import MELT, PROGRAM_S, need, run
 from series_tree import SeriesTree, TreeFile, prefixes
 
-from ckptfs.series import list_series
+from ckptfs.series.patterns import list_series
 
 pytestmark = pytest.mark.apps
 

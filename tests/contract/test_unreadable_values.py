@@ -34,7 +34,7 @@ from ckptfs.flow.check_values import CheckValues
 from ckptfs.limits import KIB
 from ckptfs.model import ROOT
 from ckptfs.protocol import control_pb2
-from ckptfs.series import Series
+from ckptfs.series.patterns import Series
 from ckptfs.series.search import KnownSets, _Search
 from ckptfs.store.kv import Delete, Get, Item, Outcome, Put
 

@@ -17,7 +17,7 @@ from made_sets import make_set
 from programs import refusal
 
 from ckptfs.model import Level
-from ckptfs.series import LatestAnswer
+from ckptfs.series.search import LatestAnswer
 
 pytestmark = pytest.mark.fuse
 ONLY_DATA_PATH = "buffered"  # Each machine has it, and how bytes travel plays no part.

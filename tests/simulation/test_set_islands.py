@@ -28,7 +28,7 @@ from ckptfs.config.schema import RetentionRule
 from ckptfs.digest import RunningDigest
 from ckptfs.errors import CkptfsError
 from ckptfs.model import ROOT, Tier
-from ckptfs.series import SearchResult
+from ckptfs.series.search import SearchResult
 
 FILES = ["step_1.bin", "step_2.bin", "step_3.bin", "run_1/a.bin", "run_1/b.bin"]
 ACTS = 14

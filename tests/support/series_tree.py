@@ -8,22 +8,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckptfs.model import Level
-from ckptfs.series import (
-    MANIFESTS,
-    KnownSet,
-    KnownSets,
-    Listing,
-    MemberFile,
-    SearchResult,
-    choose_part,
-    file_formats,
-    find_newest,
-    judge_kept,
-    parse,
-)
+from ckptfs.series import file_formats
 from ckptfs.series.file_formats import FileFormat
-from ckptfs.series.patterns import Series
+from ckptfs.series.patterns import Series, choose_part, parse
 from ckptfs.series.pickle_scan import ReadRange
+from ckptfs.series.search import MANIFESTS, KnownSet, KnownSets, Listing, SearchResult, find_newest, judge_kept
+from ckptfs.series.set_kinds import MemberFile
 
 Result = TypeVar("Result")
 HISTORY = b"@history/"
@@ -45,7 +35,7 @@ class TreeFile:
 
 @dataclass
 class SeriesTree:
-    """`series.MemberReader` over a dictionary from paths to files."""
+    """`search.MemberReader` over a dictionary from paths to files."""
 
     files: dict[bytes, TreeFile] = field(default_factory=dict)
     age_s: float = 3600.0

@@ -9,7 +9,9 @@ from ckptfs_daemon.mount.handlers.latest_tree import FIRST_INODE, TOP, VirtualEn
 
 from ckptfs import limits
 from ckptfs.model import Level
-from ckptfs.series import Completeness, LatestMember, SearchResult, Series
+from ckptfs.series.completeness import Completeness
+from ckptfs.series.patterns import Series
+from ckptfs.series.search import LatestMember, SearchResult
 
 PLACES = [
     TOP,

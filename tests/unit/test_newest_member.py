@@ -20,13 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from series_tree import HISTORY, OLD_NS, SeriesTree, TreeFile
 
-from ckptfs import series
 from ckptfs.lifecycle import CliqueCopies, FileRecord
 from ckptfs.model import Content, ContentState, Copy, CopyState, Level, PublishedRow, SeriesRule, Tier
-from ckptfs.series import Completeness, KnownSet, KnownSets, LatestAnswer, LatestMember, MemberFile, SearchResult, set_kinds
-from ckptfs.series.completeness import MemberFacts, is_plausible_size, judge
+from ckptfs.series import patterns, rules, set_kinds
+from ckptfs.series.completeness import Completeness, MemberFacts, find_incomplete_reason, is_plausible_size, judge
 from ckptfs.series.patterns import Series
-from ckptfs.series.set_kinds import DirectoryFacts
+from ckptfs.series.search import KnownSet, KnownSets, LatestAnswer, LatestMember, Listing, SearchResult
+from ckptfs.series.set_kinds import DirectoryFacts, MemberFile
 
 DIGEST = b"d"
 X = b"x" * 100
@@ -586,12 +586,12 @@ def test_verify_finds_what_a_set_lacks() -> None:
 
 def test_the_mark_beside_a_member_is_no_part_of_its_set() -> None:
     """H8, D6: a rule named it when the set was made."""
-    series.install_rules([SeriesRule("step_*", last="step_*.done")])
+    rules.install_rules([SeriesRule("step_*", last="step_*.done")])
     try:
         tree = series_of(OPEN["ranks"], 7).with_files({"step_7.done": TreeFile(b"", NEWER)}).with_set("step_7")
         assert tree.find("step_*") == "step_7" and tree.find_flaw("step_*") == ""
     finally:
-        series.install_rules([])
+        rules.install_rules([])
 
 
 # --- files --------------------------------------------------------------------------------------------------------------
@@ -795,7 +795,7 @@ def test_images_of_dmtcp() -> None:
     )
     one = Series((b"dmtcp_restart_script.sh",))
     tree = SeriesTree.of({**dict.fromkeys(images, X), script: TreeFile(text, NEWER), "a.out": X}, age_s=0.0)
-    assert series.list_series(tree.siblings) == [one] and tree.find(one) == "dmtcp_restart_script.sh"
+    assert patterns.list_series(tree.siblings) == [one] and tree.find(one) == "dmtcp_restart_script.sh"
     for image in images:
         assert tree.without(image).find(one) == ""
         again = tree.with_files({image: TreeFile(X, NEWER + 1)})
@@ -906,7 +906,7 @@ def test_a_member_that_is_deleted_meanwhile() -> None:
     tree = SeriesTree.of({"step_1/a": X, "step_2/a": X})
 
     class Deleting(SeriesTree):
-        async def list_files(self, entry: bytes) -> series.Listing[bytes]:
+        async def list_files(self, entry: bytes) -> Listing[bytes]:
             if entry == b"step_2":
                 raise FileNotFoundError(entry)
             return await super().list_files(entry)
@@ -957,7 +957,7 @@ COPIES = [None, *CopyState]
 @pytest.mark.parametrize("state", STATES)
 def test_what_a_checkpoint_can_rest_on(state: ContentState | None, copy: CopyState | None, elsewhere: bool, published: bool) -> None:
     """N7: what is not sealed never; what is sealed only while a living copy can be read."""
-    found = series.find_incomplete_reason(record(state, copy, published, elsewhere), 10)
+    found = find_incomplete_reason(record(state, copy, published, elsewhere), 10)
     if state is None:
         assert (found == "") == published
     elif state in (ContentState.OPEN, ContentState.CLOSED):
@@ -969,5 +969,5 @@ def test_what_a_checkpoint_can_rest_on(state: ContentState | None, copy: CopySta
 
 
 def test_an_empty_file_needs_no_copy() -> None:
-    assert series.find_incomplete_reason(FileRecord(None), 0) == ""
-    assert series.find_incomplete_reason(FileRecord(None), 1) == "has no copy that could be read"
+    assert find_incomplete_reason(FileRecord(None), 0) == ""
+    assert find_incomplete_reason(FileRecord(None), 1) == "has no copy that could be read"

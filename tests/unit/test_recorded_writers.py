@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 from series_tree import OLD_NS, Result, SeriesTree, TreeFile
 
-from ckptfs.series import MemberFile
 from ckptfs.series.file_formats import FileFormat
 from ckptfs.series.pickle_scan import ReadRange
+from ckptfs.series.set_kinds import MemberFile
 
 WRITERS = Path(__file__).parents[1] / "data" / "writers"
 PATTERNS = {

@@ -6,16 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptfs import series
+from ckptfs.series import patterns
 from ckptfs.series.patterns import Series, find_last_names, is_temporary, list_members, list_patterns, suggest_series
 
 
 def found(names: list[bytes]) -> list[bytes]:
-    return [one.name for one in series.list_series(names)]
+    return [one.name for one in patterns.list_series(names)]
 
 
 def member(name: bytes, *siblings: bytes) -> bytes | None:
-    one = series.find_series(name, siblings)
+    one = patterns.find_series(name, siblings)
     return None if one is None else one.name
 
 
@@ -89,7 +89,7 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
 def test_the_series_of_a_directory(names: list[bytes], name: bytes) -> None:
     """T5: the number that counts, wherever it stands."""
     assert found(names) == [name]
-    members = list_members(series.list_series(names)[0], names)
+    members = list_members(patterns.list_series(names)[0], names)
     assert members and all(member(one.entry, *names) == name for one in members if one.entry in names)
 
 
@@ -152,7 +152,7 @@ def test_a_name_alone() -> None:
     ],
 )
 def test_a_name_with_the_numbers_left_out(text: bytes, parts: tuple[bytes, ...] | None) -> None:
-    assert series.parse(text) == (None if parts is None else Series(parts))
+    assert patterns.parse(text) == (None if parts is None else Series(parts))
 
 
 def test_numbers() -> None:
@@ -177,12 +177,12 @@ def test_numbers() -> None:
     ],
 )
 def test_which_numbers_count_steps(pattern: bytes, counts: bool) -> None:
-    one = series.parse(pattern)
+    one = patterns.parse(pattern)
     assert one is not None and one.is_step_count == counts
 
 
 def names_in_order(pattern: bytes, names: list[bytes]) -> list[bytes]:
-    one = series.parse(pattern)
+    one = patterns.parse(pattern)
     assert one is not None
     return [found.name for found in list_members(one, names)]
 
@@ -191,16 +191,16 @@ def test_names_of_groups() -> None:
     """H2, H4: what a program is given to restart, and the files that belong to it."""
     lammps = [b"melt.0.100", b"melt.1.100", b"melt.base.100"]
     assert names_and_files(b"melt.%.*", lammps) == [(b"melt.%.100", lammps)]
-    assert series.find_series(b"melt.1.100", lammps) == series.parse(b"melt.%.*")
+    assert patterns.find_series(b"melt.1.100", lammps) == patterns.parse(b"melt.%.*")
     dmtcp = [b"ckpt_a.out_e7-40000-2e.dmtcp", b"ckpt_a.out_e7-40000-2e_files", b"dmtcp_restart_script_e7-40000-2d.sh"]
-    one = series.find_series(dmtcp[0], [*dmtcp, b"dmtcp_restart_script.sh", b"a.out"])
+    one = patterns.find_series(dmtcp[0], [*dmtcp, b"dmtcp_restart_script.sh", b"a.out"])
     assert one == Series((b"dmtcp_restart_script.sh",)) and one.is_step_count
     assert list_members(one, [*dmtcp, one.name]) == [((1,), one.name, one.name, tuple(sorted([*dmtcp, one.name])), False, False)]
     assert list_patterns(lammps) == [b"melt.0.*", b"melt.1.*", b"melt.base.*"] and list_patterns(dmtcp) == [one.name]
 
 
 def names_and_files(pattern: bytes, names: list[bytes]) -> list[tuple[bytes, list[bytes]]]:
-    one = series.parse(pattern)
+    one = patterns.parse(pattern)
     assert one is not None
     return [(found.name, list(found.files)) for found in list_members(one, names)]
 
@@ -222,7 +222,7 @@ def test_two_numbers() -> None:
     assert names_in_order(b"*", [b"0.1", b"0.15", b"10", b"0.2", b"9.75"]) == [b"10", b"9.75", b"0.2", b"0.15", b"0.1"]
     names = [b"r_2026-01-31_00", b"r_2026-02-01_06", b"r_2026-02-01_12", b"r_2025-12-31_18"]
     assert names_in_order(b"r_*-*-*_*", names) == [names[2], names[1], names[0], names[3]]
-    one = series.parse(b"epoch=*-step=*.ckpt")
+    one = patterns.parse(b"epoch=*-step=*.ckpt")
     assert one is not None and one.parse_numbers(b"epoch=2-step=5.ckpt") == (5, 2), "the step is shown"
     assert names_in_order(b"*-*", [b"1-20", b"2-3", b"1-100"]) == [b"2-3", b"1-100", b"1-20"]
     names = [b"step=9-v2.ckpt", b"step=10.ckpt", b"step=9.ckpt", b"step=9-v1.ckpt"]
@@ -232,12 +232,12 @@ def test_two_numbers() -> None:
 def test_files_of_one_member() -> None:
     """T5: parts belong together, experiments do not; TensorFlow restores from the prefix (H4)."""
     names = [b"step1_rank0.pt", b"step1_rank1.pt", b"step2_rank0.pt"]
-    one = series.parse(b"step*_rank0.pt")
+    one = patterns.parse(b"step*_rank0.pt")
     assert one is not None
     assert [found.files for found in list_members(one, names)] == [(names[2],), (names[0], names[1])]
     index, data = b"ckpt-2.index", b"ckpt-2.data-00000-of-00001"
     for pattern, entry in ((b"ckpt-*", b"ckpt-2"), (b"ckpt-*.index", index)):
-        one = series.parse(pattern)
+        one = patterns.parse(pattern)
         assert one is not None
         assert list_members(one, [index, data, b"checkpoint"]) == [((2,), b"ckpt-2", entry, (data, index), False, False)]
     assert list_patterns([index, data, b"ckpt-1.index"]) == [b"ckpt-*.data-00000-of-00001", b"ckpt-*.index"]
@@ -256,9 +256,9 @@ def test_files_of_one_member() -> None:
 def test_a_pattern_with_a_star_for_each_rank(pattern: bytes, name: bytes, expected: bytes) -> None:
     """T5: it means the series, of which a member is named once and has all ranks."""
     names = {name % (step, rank) for step in (100, 200) for rank in range(3)}
-    one = series.parse(pattern)
+    one = patterns.parse(pattern)
     assert one is not None
-    one = series.choose_part(one, names)
+    one = patterns.choose_part(one, names)
     assert one.name == expected
     assert [len(found.files) for found in list_members(one, names)] == [3, 3] or b"epoch" in name
 
@@ -274,7 +274,7 @@ def test_a_pattern_with_a_star_for_each_rank(pattern: bytes, name: bytes, expect
     ],
 )
 def test_names_of_the_newest_state(pattern: bytes, names: list[bytes], expected: list[bytes]) -> None:
-    one = series.parse(pattern)
+    one = patterns.parse(pattern)
     assert one is not None and find_last_names(one, names) == expected
 
 
@@ -327,7 +327,7 @@ def test_temporary_names(name: bytes, temporary: bool) -> None:
 )
 def test_the_place_of_a_file_in_each_checkpoint(path: bytes, place: bytes) -> None:
     """X1: files of one place have about one size; the next one is prepared by it."""
-    assert series.get_place(path) == place
+    assert patterns.get_place(path) == place
 
 
 def test_the_pattern_that_was_meant() -> None:
@@ -356,7 +356,7 @@ def test_ten_thousand_names(build: Callable[[int], bytes]) -> None:
     """N2: the time grows with the number of names, not with its square, also if each name is a series of its own."""
     names = [build(number) for number in range(10_000)]
     begun = time.process_time()
-    assert series.list_series(names) and list_patterns(names)
-    one = series.find_series(names[-1], names)
+    assert patterns.list_series(names) and list_patterns(names)
+    one = patterns.find_series(names[-1], names)
     assert one is not None and list_members(one, names)
     assert time.process_time() - begun < 10, "half a second on an idle machine; the square takes minutes"

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 from series_tree import OLD_NS, SeriesTree, TreeFile
 
-from ckptfs import config, series
+from ckptfs import config
 from ckptfs.errors import ConfigError
 from ckptfs.model import SeriesRule
+from ckptfs.series import patterns, rules
 
 X = b"x" * 100
 NEWER = OLD_NS + 1
@@ -17,12 +18,12 @@ NEWER = OLD_NS + 1
 @pytest.fixture(autouse=True)
 def no_rules() -> Iterator[None]:
     yield
-    series.install_rules(())
+    rules.install_rules(())
 
 
 def install(**complete: object) -> None:
     """A rule for members that no other rule takes for checkpoints: the word before the number counts experiments."""
-    series.install_rules([SeriesRule("trial*", **complete)])  # type: ignore[arg-type]
+    rules.install_rules([SeriesRule("trial*", **complete)])  # type: ignore[arg-type]
 
 
 def names(*found: str) -> list[bytes]:
@@ -32,14 +33,14 @@ def names(*found: str) -> list[bytes]:
 def test_what_is_no_series_without_a_rule() -> None:
     """T5: a rule comes before what is known of names, and leaves other names alone."""
     there = names("trial7", "trial8", "state.bin", "step_1", "part_1.dat", "part_2.dat", "part_3.dat.tmp")
-    assert [one.name for one in series.list_series(there)] == [b"step_*"]
-    series.install_rules([SeriesRule("trial*"), SeriesRule("part_*.dat"), SeriesRule("state.bin"), SeriesRule("unused*")])
-    found = {one.name: one for one in series.list_series(there)}
+    assert [one.name for one in patterns.list_series(there)] == [b"step_*"]
+    rules.install_rules([SeriesRule("trial*"), SeriesRule("part_*.dat"), SeriesRule("state.bin"), SeriesRule("unused*")])
+    found = {one.name: one for one in patterns.list_series(there)}
     assert sorted(found) == [b"part_*.dat", b"state.bin", b"step_*", b"trial*"] and all(one.is_step_count for one in found.values())
-    assert [one.files for one in series.list_members(found[b"part_*.dat"], there)] == [(b"part_2.dat",), (b"part_1.dat",)]
-    assert [one.entry for one in series.list_members(found[b"state.bin"], there)] == [b"state.bin"]
-    assert series.find_series(b"trial7", there) == found[b"trial*"] and series.parse(b"state.bin") == found[b"state.bin"]
-    assert series.find_series(b"state.bin", there) == found[b"state.bin"]
+    assert [one.files for one in patterns.list_members(found[b"part_*.dat"], there)] == [(b"part_2.dat",), (b"part_1.dat",)]
+    assert [one.entry for one in patterns.list_members(found[b"state.bin"], there)] == [b"state.bin"]
+    assert patterns.find_series(b"trial7", there) == found[b"trial*"] and patterns.parse(b"state.bin") == found[b"state.bin"]
+    assert patterns.find_series(b"state.bin", there) == found[b"state.bin"]
 
 
 def test_a_file_inside_that_is_written_last() -> None:
@@ -62,7 +63,7 @@ def test_a_file_beside_that_is_written_last() -> None:
     """D6: it has the number of its member, and is no member itself."""
     install(last="trial*.done")
     tree = SeriesTree.of({"trial007": X, "trial8": X, "trial007.done": TreeFile(b"", NEWER), "trial9.done": b""})
-    assert [one.name for one in series.list_series(tree.siblings)] == [b"trial*"]
+    assert [one.name for one in patterns.list_series(tree.siblings)] == [b"trial*"]
     assert tree.find("trial*") == "trial007" and tree.find_reasons("trial*") == {"trial8": "trial*.done is not there yet"}
     unsealed = tree.with_files({"trial8.done": TreeFile(b"", NEWER, reason="is not sealed yet")})
     assert unsealed.find_reasons("trial*") == {"trial8": "trial*.done is not sealed yet"}
@@ -91,8 +92,8 @@ def test_a_quiet_time() -> None:
 
 
 def test_rules_travel_as_text() -> None:
-    rules = (SeriesRule("a*", last="DONE"), SeriesRule("b", quiet_s=2.5), SeriesRule("c*", files=3))
-    assert series.decode_rules(series.encode_rules(rules)) == rules
+    some = (SeriesRule("a*", last="DONE"), SeriesRule("b", quiet_s=2.5), SeriesRule("c*", files=3))
+    assert rules.decode_rules(rules.encode_rules(some)) == some
 
 
 # --- the file ---------------------------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def test_numbered_files_that_are_no_checkpoints(tmp_path: Path) -> None:
     tree = SeriesTree.of({"batch_00001.npy": array, "batch_00002.npy": array, "step_1/a": X})
     assert tree.find("batch_*.npy") == "batch_00002.npy"
     table = text[text.index("[[series]]") :].partition("```")[0]
-    series.install_rules(load(tmp_path, table))
+    rules.install_rules(load(tmp_path, table))
     assert tree.find("batch_*.npy") == "" and tree.find("step_*") == "step_1"
 
 

@@ -16,10 +16,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptfs import limits, series
+from ckptfs import limits
 from ckptfs.errors import posix_error
 from ckptfs.model import Level
-from ckptfs.series import LatestAnswer, LatestMember, SearchResult, Series
+from ckptfs.series import patterns, rules
+from ckptfs.series.patterns import Series
+from ckptfs.series.search import LatestAnswer, LatestMember, SearchResult
 from ckptfs_client import render
 from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import LatestJson
@@ -83,7 +85,7 @@ def build_failure(found: Found, wanted: Level) -> CommandFailed:
     what = f"{found.searched.pattern}: no complete checkpoint at the level {wanted.value}: "
     if not found.result.rejected:
         names = _list_names(found.searched.directory)
-        meant = [NamedSeries(found.searched.directory, one) for one in series.suggest_series(found.searched.series.name, names)]
+        meant = [NamedSeries(found.searched.directory, one) for one in patterns.suggest_series(found.searched.series.name, names)]
         return CommandFailed(what + "there is no member", remedy=f"did you mean {_join_choices(meant)}?" if meant else "")
     newest = found.result.rejected[0]
     why = f"of {os.fsdecode(newest.name)}, {newest.find_obstacle(wanted)}"
@@ -155,7 +157,7 @@ def _install_rules(named: Path) -> None:
     """Ask the mount for the rules of its configuration. What is in no mount is refused later."""
     for directory in (named, named.parent):
         with contextlib.suppress(OSError):
-            series.install_rules(series.decode_rules(os.getxattr(directory, RULES_XATTR)))
+            rules.install_rules(rules.decode_rules(os.getxattr(directory, RULES_XATTR)))
             return
 
 
@@ -168,7 +170,7 @@ def _find_series(named: Sequence[Path], wanted: Level) -> NamedSeries:
     if len(named) > 1:
         return _find_series_of_names(named)
     if "*" in str(where) and not where.is_dir():
-        found = series.parse(os.fsencode(where.name))
+        found = patterns.parse(os.fsencode(where.name))
         if found is None or ("*" in str(where.parent) and not where.parent.is_dir()):
             words = "one * is accepted, in the last part of the path, for each number in the name"
             raise UsageError(f"{where}: {words}", remedy="such as 'run1/step_*'")
@@ -178,7 +180,7 @@ def _find_series(named: Sequence[Path], wanted: Level) -> NamedSeries:
     if where.is_dir():
         return _find_series_inside(where, wanted)
     find_inode(where)
-    own = series.find_series(os.fsencode(where.name), _list_names(where.parent))
+    own = patterns.find_series(os.fsencode(where.name), _list_names(where.parent))
     if own is not None:
         return NamedSeries(where.parent, own)
     if (committed := _find_committed(where, wanted)) is not None:
@@ -197,9 +199,9 @@ def _find_series_of_names(named: Sequence[Path]) -> NamedSeries:
     """Return the series of names that a shell made of an unquoted `*`."""
     directory = named[0].parent
     names = {os.fsencode(one.name) for one in named}
-    found = series.list_series(names)
-    members = series.list_members(found[0], names) if len(found) == 1 else []
-    others = {name for name in names if not series.is_temporary(name)} - {name for one in members for name in (one.entry, *one.files)}
+    found = patterns.list_series(names)
+    members = patterns.list_members(found[0], names) if len(found) == 1 else []
+    others = {name for name in names if not patterns.is_temporary(name)} - {name for one in members for name in (one.entry, *one.files)}
     if len(found) != 1 or others or any(one.parent != directory for one in named):
         raise UsageError("these names are not members of one series", remedy="put it in quotes: 'run1/step_*'")
     return NamedSeries(directory, found[0])
@@ -244,13 +246,13 @@ def _list_experiments(named: NamedSeries) -> list[NamedSeries]:
     """
     if named.series.is_step_count:
         return []
-    members = series.list_members(named.series, _list_names(named.directory))[:SEARCHED_MAX]
+    members = patterns.list_members(named.series, _list_names(named.directory))[:SEARCHED_MAX]
     return [
         one
         for member in members
         for one in _list_series_below(named.directory, member.files)
         if one.series.is_step_count
-        and any(inner.numbers[0] != member.numbers[0] for inner in series.list_members(one.series, _list_names(one.directory)))
+        and any(inner.numbers[0] != member.numbers[0] for inner in patterns.list_members(one.series, _list_names(one.directory)))
     ]
 
 
@@ -265,7 +267,7 @@ def _list_series_below(where: Path, names: Iterable[bytes]) -> list[NamedSeries]
         for directory in directories[:SEARCHED_MAX]:
             with contextlib.suppress(OSError), os.scandir(directory) as entries:
                 inside = sorted(entries, key=lambda entry: entry.name)
-                found += [NamedSeries(directory, one) for one in series.list_series([os.fsencode(entry.name) for entry in inside])]
+                found += [NamedSeries(directory, one) for one in patterns.list_series([os.fsencode(entry.name) for entry in inside])]
                 below += [Path(entry.path) for entry in inside if entry.is_dir(follow_symlinks=False)]
         directories = below
     return found
@@ -274,8 +276,8 @@ def _list_series_below(where: Path, names: Iterable[bytes]) -> list[NamedSeries]
 def _list_kept_series(where: Path) -> list[Series]:
     """Return the series of a directory of which the history has sets."""
     place = _find_in_history(where)
-    patterns = [] if place is None else sorted(name for name in os.listdir(os.fsencode(place)) if b"*" in name)
-    return [found for found in map(series.parse, patterns) if found is not None]
+    listed = [] if place is None else sorted(name for name in os.listdir(os.fsencode(place)) if b"*" in name)
+    return [found for found in map(patterns.parse, listed) if found is not None]
 
 
 def _find_in_history(where: Path) -> Path | None:
@@ -300,7 +302,7 @@ def _find_own_series(where: Path) -> NamedSeries | None:
     Returns None if there is none.
     """
     path = Path(os.path.realpath(where))
-    own = series.find_series(os.fsencode(path.name), _list_names(path.parent))
+    own = patterns.find_series(os.fsencode(path.name), _list_names(path.parent))
     return NamedSeries(path.parent, own) if own is not None and own.is_step_count else None
 
 

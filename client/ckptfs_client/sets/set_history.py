@@ -65,9 +65,9 @@ class ListedSeries:
 
     def has_member(self, name: str) -> bool:
         """Return True if a name in the directory of the application belongs to the series."""
-        from ckptfs import series
+        from ckptfs.series import patterns
 
-        one = series.parse(os.fsencode(self.pattern))
+        one = patterns.parse(os.fsencode(self.pattern))
         if one is not None:
             return one.parse_numbers(os.fsencode(name)) is not None
         stem, extension = os.path.splitext(self.pattern)

@@ -29,7 +29,7 @@ from ckptfs.lifecycle import is_on_pfs
 from ckptfs.model import WAITABLE_LEVELS, ContentState, Level
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.protocol import control_pb2_grpc as rpc
-from ckptfs.series import find_incomplete_reason
+from ckptfs.series.completeness import find_incomplete_reason
 from ckptfs_daemon.control import public_listings
 from ckptfs_daemon.control.control_context import ControlContext
 from ckptfs_daemon.control.methods import (

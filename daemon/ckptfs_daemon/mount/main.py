@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ckptfs import limits, series, server_limits
+from ckptfs import limits, server_limits
 from ckptfs.catalog import copies, pfs_hold, scans, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
@@ -26,6 +26,7 @@ from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.errors import CatalogUnavailable, NoSpace
 from ckptfs.model import DataPath, Tier
 from ckptfs.series.expiry import build_hold_check
+from ckptfs.series.rules import install_rules
 from ckptfs.store import etcd
 from ckptfs.tiers import storage
 from ckptfs.tiers.storage import Tiers
@@ -60,7 +61,7 @@ log = logging.getLogger(__name__)
 def run(setup: ChildSetup) -> int:
     """Serve the connection until it is unmounted. Returns 0."""
     server_limits.raise_descriptor_limit()
-    series.install_rules(setup.config.series)
+    install_rules(setup.config.series)
     connection = restore(setup.fuse_fd, setup.table_fd)
     context = _build_context(setup, connection.data_path)
     changes, orphans = ChangeRunner(context), OrphanTracker(context)

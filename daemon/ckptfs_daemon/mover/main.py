@@ -16,7 +16,7 @@ import socket
 
 import trio
 
-from ckptfs import limits, series, server_limits
+from ckptfs import limits, server_limits
 from ckptfs.catalog import copies, mover_requests, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
@@ -39,6 +39,7 @@ from ckptfs.flow.write_back import WriteBack
 from ckptfs.flow.write_back.coordination import ClusterWriteBack
 from ckptfs.model import Notifier, Tier
 from ckptfs.quantities import format_count
+from ckptfs.series.rules import install_rules
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
@@ -67,7 +68,7 @@ def run(setup: ChildSetup) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     transfer.ignore_lease_signal()
     config = setup.config
-    series.install_rules(config.series)
+    install_rules(config.series)
     wake_channel = ipc.WakeChannel(setup.wake_socket)
     dirty_keys = None if config.cluster is None else DirtyKeyTracker(lambda: wake_channel.notify(ipc.DIRTY_KEYS))
     db = Database(config.state / "catalog.db", journalled=config.pfs is not None, clustered=dirty_keys is not None, hooks=dirty_keys)

@@ -15,12 +15,13 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ckptfs import disk, limits, procfs, series
+from ckptfs import disk, limits, procfs
 from ckptfs.catalog import handles, history, history_names, inodes, summary, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import get_path
 from ckptfs.errors import posix_error
 from ckptfs.model import Inode, Level
+from ckptfs.series.rules import encode_rules
 from ckptfs.series.search import REJECTED_MAX
 from ckptfs_daemon.fuse.request import Request, get_current_request
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
@@ -139,7 +140,7 @@ class AttributeHandlers:
             flaw = await self._reader.find_flaw(inode, self._build_check(ctx))
             value = None if flaw is None else os.fsencode(flaw)
         elif name == summary.RULES_XATTR:
-            value = series.encode_rules(self._context.config.series)
+            value = encode_rules(self._context.config.series)
         elif name == summary.FORMAT_XATTR:
             value = await self._find_format(inode)
         elif name == summary.SET_XATTR:

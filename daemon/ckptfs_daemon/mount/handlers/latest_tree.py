@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import xxhash
 
-from ckptfs import limits, series
+from ckptfs import limits
 from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
 from ckptfs.model import ROOT
+from ckptfs.series import patterns
 from ckptfs_daemon.fuse import killable, request
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handlers.history_tree import HISTORY, HistoryTree, ReadOnlyTree
@@ -162,7 +163,7 @@ class LatestTree(ReadOnlyTree):
         if entry == TOP:
             return VirtualEntry(ROOT, tree=name) if name in {LATEST, COMPLETE} else None
         link = VirtualEntry(entry.directory, name, entry.tree)
-        if _is_awaited(name) if entry.tree == COMPLETE else series.parse(name) is not None:
+        if _is_awaited(name) if entry.tree == COMPLETE else patterns.parse(name) is not None:
             return link
         if entry.tree == COMPLETE and await self._reader.find_set_path(entry.directory, name):
             return link
@@ -174,7 +175,7 @@ class LatestTree(ReadOnlyTree):
             return None
         # A pair such as `state.cpt` and `state_prev.cpt` has the name of its first file, which may be away for a moment.
         found = await self._reader.list_possible_members(entry.directory)
-        return link if any(one.name == name for one in series.list_series(found)) else None
+        return link if any(one.name == name for one in patterns.list_series(found)) else None
 
     async def _list_entries(self, entry: VirtualEntry) -> list[tuple[bytes, VirtualEntry]]:
         if entry == TOP:
@@ -185,9 +186,9 @@ class LatestTree(ReadOnlyTree):
             shown = {name: one for name, one in shown.items() if not _is_awaited(name)}
             links = await self._reader.list_set_members(entry.directory)
         else:
-            patterns = await self._reader.compute(lambda: series.list_patterns(found))
+            known = await self._reader.compute(lambda: patterns.list_patterns(found))
             # A set of a name without a number is in the history only: a directory of that name is shown as one.
-            links = {*patterns, *(name for name in self._reader.list_history_patterns(entry.directory) if series.parse(name) is not None)}
+            links = {*known, *(name for name in self._reader.list_history_patterns(entry.directory) if patterns.parse(name) is not None)}
         return sorted((shown | {link: VirtualEntry(entry.directory, link, entry.tree) for link in links}).items())
 
     # --- targets ------------------------------------------------------------------------------------------------------
@@ -230,4 +231,4 @@ class LatestTree(ReadOnlyTree):
 
 def _is_awaited(name: bytes) -> bool:
     """Return True if a name may become that of a checkpoint."""
-    return series.counts_checkpoints(name) and not series.is_temporary(name)
+    return patterns.counts_checkpoints(name) and not patterns.is_temporary(name)

@@ -1,7 +1,7 @@
 """The probable sizes of new files: those of the last files at the same place in their series.
 
 A file is looked up by its kind first, its name without numbers: that costs nothing for small files. A large file is then looked up by its
-place (`series.get_place`), because the files of one set may differ in size. The sizes of large files are recorded in the RAM tier as well,
+place (`patterns.get_place`), because the files of one set may differ in size. Sizes of large files are recorded in the RAM tier as well,
 where the mover reads what to prepare.
 
 Crash safety: the next mount process loads what was recorded. It learns the kinds again.
@@ -12,10 +12,11 @@ import hashlib
 import logging
 import re
 
-from ckptfs import limits, series
+from ckptfs import limits
 from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import namespace
 from ckptfs.catalog.database import Database
+from ckptfs.series import patterns
 from ckptfs.tiers.prepared import PreparedFiles
 
 log = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class ExpectedSizes:
 
     def _get_place(self, directory: int, name: bytes) -> bytes:
         path = namespace.get_path(self._db, directory) + b"/" + name
-        return hashlib.blake2b(series.get_place(path), digest_size=_PLACE_BYTES).digest()
+        return hashlib.blake2b(patterns.get_place(path), digest_size=_PLACE_BYTES).digest()
 
 
 def _strip_numbers(name: bytes) -> bytes:

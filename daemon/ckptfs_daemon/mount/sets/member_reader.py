@@ -26,28 +26,14 @@ from ckptfs.catalog.namespace import NotImported
 from ckptfs.coherence import salvage_records
 from ckptfs.errors import CkptfsError, posix_error
 from ckptfs.model import ROOT, ContentState, CopyState, Inode, Level, Tier
-from ckptfs.series import (
-    MANIFESTS,
-    KnownSet,
-    KnownSets,
-    LatestAnswer,
-    LatestMember,
-    Listing,
-    MemberFile,
-    Series,
-    build_series,
-    choose_part,
-    file_formats,
-    find_incomplete_reason,
-    find_newest,
-    find_series,
-    judge_kept,
-    list_series,
-    parse,
-    replace_group,
-)
+from ckptfs.series import file_formats
+from ckptfs.series.completeness import find_incomplete_reason
 from ckptfs.series.file_formats import FileFormat
+from ckptfs.series.file_groups import replace_group
+from ckptfs.series.patterns import Series, build_series, choose_part, find_series, list_series, parse
 from ckptfs.series.pickle_scan import ReadRange
+from ckptfs.series.search import MANIFESTS, KnownSet, KnownSets, LatestAnswer, LatestMember, Listing, find_newest, judge_kept
+from ckptfs.series.set_kinds import MemberFile
 from ckptfs.tiers import pfs_tree
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.open_files.tier_calls import run_on_pfs
@@ -64,7 +50,7 @@ class FoundLatest(NamedTuple):
 
 
 class MountMemberReader:
-    """`series.MemberReader` over inode numbers. Belongs to the trio thread."""
+    """`search.MemberReader` over inode numbers. Belongs to the trio thread."""
 
     def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
         self._context, self._changes = context, changes
@@ -115,7 +101,7 @@ class MountMemberReader:
     ) -> FoundLatest:
         """Search the newest complete member of the series with this name.
 
-        If the name is empty, that of the only series in the directory. The other arguments are those of `series.find_newest`. A caller that
+        If the name is empty, that of the only series in the directory. The other arguments are those of `search.find_newest`. A caller that
         may list the directory may ask for it.
         """
         await self._refresh_directory(directory)

@@ -32,10 +32,11 @@ from ckptfs.catalog.history import CheckpointSet, Producer, SetRecord
 from ckptfs.catalog.set_members import MANIFEST_NAMES, SetFile, SetTree
 from ckptfs.errors import Busy, CkptfsError, NoSpace
 from ckptfs.model import ROOT, Inode, Level, Tier
-from ckptfs.series import MemberFile, Series, manifest
+from ckptfs.series import manifest
 from ckptfs.series.file_groups import DMTCP_SCRIPT
 from ckptfs.series.manifest import ManifestFile
-from ckptfs.series.patterns import Member
+from ckptfs.series.patterns import Member, Series
+from ckptfs.series.set_kinds import MemberFile
 from ckptfs.tiers.storage import TierStorage
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext, reserve_content

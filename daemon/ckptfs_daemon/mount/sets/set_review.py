@@ -34,10 +34,11 @@ from ckptfs.config.rule_tables import find_rule
 from ckptfs.config.schema import RetentionRule
 from ckptfs.errors import CkptfsError
 from ckptfs.model import Inode, Level
-from ckptfs.series import Series, judge, patterns, retention
+from ckptfs.series import patterns, retention
 from ckptfs.series.expiry import RuledSeries, Ruling, apply_rule, assume_final, list_beyond
-from ckptfs.series.patterns import Member, Order
+from ckptfs.series.patterns import Member, Order, Series
 from ckptfs.series.retention import KeepReason, SetFacts
+from ckptfs.series.search import judge
 from ckptfs_daemon import ipc
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader

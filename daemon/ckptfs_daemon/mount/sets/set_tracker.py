@@ -25,16 +25,17 @@ from typing import NamedTuple
 
 import trio
 
-from ckptfs import limits, series
+from ckptfs import limits
 from ckptfs.catalog import history, history_names, inodes, namespace, set_members, user_settings
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.catalog.set_members import SetTree
 from ckptfs.errors import Busy, CkptfsError
 from ckptfs.model import ROOT, Level
-from ckptfs.series import Series, patterns, set_kinds
-from ckptfs.series.patterns import Member
+from ckptfs.series import patterns, set_kinds
+from ckptfs.series.patterns import Member, Series
 from ckptfs.series.retention import is_unchanged
+from ckptfs.series.search import judge
 from ckptfs.series.set_kinds import DirectoryFacts
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
 from ckptfs_daemon.mount.sets.member_reader import MountMemberReader
@@ -345,7 +346,7 @@ class SetTracker:
         load = functools.partial(found.load_tree, self._context.db)
         before = await trio.to_thread.run_sync(load)
         is_committed = bool(set_members.list_committed(self._context.db, found.inodes))
-        verdict = await series.judge(found.series, found.siblings, self._reader, found.member, is_committed=is_committed)
+        verdict = await judge(found.series, found.siblings, self._reader, found.member, is_committed=is_committed)
         if verdict.incomplete_reason or before is None:
             log.debug("%s: no set yet: %s", os.fsdecode(found.member.name), verdict.incomplete_reason)
             if not verdict.quiet_s:
@@ -457,7 +458,7 @@ class MemberSearch:
             siblings = {name: inode for name, (inode, _) in names.items()}
             directories = {name for name, (_, is_directory) in names.items() if is_directory}
             members: dict[bytes, list[tuple[Series, Member, bool]]] = defaultdict(list)
-            for one in series.list_series(names):
+            for one in patterns.list_series(names):
                 # Of another series, only a directory may count.
                 for number, member in enumerate(patterns.list_members(one, names) if one.is_step_count or directories else ()):
                     for file in member.files:
