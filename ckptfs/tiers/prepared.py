@@ -378,21 +378,23 @@ def _list_holes(fd: int, end: int, at_most: int | None = None) -> list[tuple[int
     found: list[tuple[int, int]] = []
     offset = 0
     while offset < end and (at_most is None or len(found) < at_most):
-        start = _seek(fd, offset, os.SEEK_HOLE, end)
-        start = _round_to_page(start)
+        start = _round_to_page(seek(fd, offset, os.SEEK_HOLE))
         if start >= end:
             break
-        offset = min(end, _seek(fd, start, os.SEEK_DATA, end))
+        offset = min(end, seek(fd, start, os.SEEK_DATA))
         found.append((start, offset))
     return found
 
 
-def _seek(fd: int, offset: int, whence: int, end: int) -> int:
+def seek(fd: int, offset: int, whence: int) -> int:
+    """Call lseek(2) for data or a hole; without one the result is beyond any file."""
     try:
         return os.lseek(fd, offset, whence)
     except OSError as failure:
         if failure.errno == errno.ENXIO:
-            return end
+            return limits.OFFSET_MAX
+        if failure.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
+            return offset if whence == os.SEEK_DATA else limits.OFFSET_MAX
         raise
 
 

@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ckptfs import digest, disk, limits
 from ckptfs.errors import Busy
 from ckptfs.tiers import reflink
-from ckptfs.tiers.prepared import is_prepared
+from ckptfs.tiers.prepared import is_prepared, seek
 
 disk.declare_labels("behind:wait", "resume:persist", "resume:read")
 PIECE_BYTES = 512 * limits.KIB
@@ -194,22 +194,10 @@ def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
             yield 0, size
         return
     offset = 0
-    while offset < size and (start := _seek(fd, offset, os.SEEK_DATA)) < size:
-        offset = min(size, _seek(fd, start, os.SEEK_HOLE))
+    while offset < size and (start := seek(fd, offset, os.SEEK_DATA)) < size:
+        offset = min(size, seek(fd, start, os.SEEK_HOLE))
         if start < offset:
             yield start, offset
-
-
-def _seek(fd: int, offset: int, whence: int) -> int:
-    """Call lseek(2) for data or a hole; without one the result is beyond any file."""
-    try:
-        return os.lseek(fd, offset, whence)
-    except OSError as failure:
-        if failure.errno == errno.ENXIO:
-            return limits.OFFSET_MAX
-        if failure.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
-            return offset if whence == os.SEEK_DATA else limits.OFFSET_MAX
-        raise
 
 
 class BlockBuffer:
