@@ -393,7 +393,9 @@ class _Search(Generic[Entry]):
             return None
         verdict = await self._judge_in_place(member, known) if member is not None and known is not None else None
         if known is one and (verdict is None or verdict.incomplete_reason):
-            return self._build_answer(known, await self._require_answer(await self._list_set(known), await self._judge_set(known)))
+            listed = await self._list_set(known)
+            verdict = completeness.judge_set({path: file for path, (file, _) in listed.items()})
+            return self._build_answer(known, await self._require_answer(listed, verdict))
         assert member is not None
         first_older = self._position_by_entry[member.entry] + 1 if member.numbers != (UNNUMBERED,) else 0
         return self._build_answer(member, verdict or await self.judge(member, self._members[first_older:]))
@@ -426,9 +428,6 @@ class _Search(Generic[Entry]):
         if found is None:
             return verdict
         return replace(verdict, incomplete_reason=f"{text(found[0]) or 'it'} cannot be read: {os.strerror(found[1].errno or 0)}")
-
-    async def _judge_set(self, known: KnownSet[Entry]) -> Completeness:
-        return completeness.judge_set({path: file for path, (file, _) in (await self._list_set(known)).items()})
 
     async def judge(self, member: Member, before: Sequence[Member]) -> Completeness:
         """Return the verdict on a member. `before`: those before it, the newest first."""
