@@ -201,7 +201,7 @@ def mark_found(db: Database, content: int) -> None:
 
 
 def set_state(db: Database, content: int, state: ContentState) -> None:
-    """Make a content LOST or DOOMED."""
+    """Change the state of a content, in a transaction of its own or in the caller's."""
     db.change("UPDATE content SET state = ?, change = change + 1 WHERE id = ?", state, content)
 
 
@@ -460,11 +460,6 @@ def record_move(db: Database, content: int, source: Tier, target: Tier) -> None:
     db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 1, ?)", content, target, time.time_ns())
     db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, source)
     bump_change(db, content)
-
-
-def mark_doomed(db: Database, content: int) -> None:
-    """Make a content DOOMED."""
-    db.run("UPDATE content SET state = 3, change = change + 1 WHERE id = ?", content)
 
 
 def has_name(db: Database, inode: int) -> bool:

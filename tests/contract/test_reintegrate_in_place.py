@@ -93,7 +93,7 @@ async def test_a_disconnected_node_answers_for_what_it_linked_and_its_writer_del
     await linker.link("f", "g")
     await writer.unlink("f")
     with writer.db.transaction():
-        contents.mark_doomed(writer.db, content)
+        contents.set_state(writer.db, content, ContentState.DOOMED)
     await writer.sharing.wait_published()
     if is_reclaimed:
         reclaim()

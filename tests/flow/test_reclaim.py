@@ -12,7 +12,7 @@ from local_node import Node, in_process, inject_fault, run_until_idle
 
 from ckptfs import limits
 from ckptfs.catalog import copies, mover_requests, summary
-from ckptfs.catalog.contents import mark_doomed
+from ckptfs.catalog.contents import set_state
 from ckptfs.catalog.database import Database
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.seal import Seal
@@ -29,8 +29,7 @@ def drop(node: Node, *, sweep: bool = False) -> Reclaim:
 
 
 def doom(node: Node, content: int) -> None:
-    with node.db.transaction():
-        mark_doomed(node.db, content)
+    set_state(node.db, content, ContentState.DOOMED)
 
 
 def age(node: Node, tier: Tier, number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,8 +113,7 @@ def test_what_two_sets_have_in_common_is_stored_once(node: Node, clock: Clock) -
     assert (node.data(first, Tier.NVME), node.data(second, Tier.NVME)) == (FIRST, SECOND)
     assert all(check.ok for content in (first, second) for check in verify(node.db, node.tiers, content))
     assert share.next_due_s() is not None, "deleted files wake nobody, so the figure is looked at again"
-    with node.db.transaction():
-        contents.mark_doomed(node.db, first)
+    contents.set_state(node.db, first, ContentState.DOOMED)
     run_until_idle(Reclaim(node.db, node.tiers, node.config, node.told))
     clock.now += share_blocks.MEASURE_S
     run(share, clock)

@@ -171,7 +171,7 @@ def gone_elsewhere(root: Path) -> Opener:
     opener = Opener(root)
     with opener.node.db.transaction() as db:
         db.run("UPDATE inode SET nlink = 0 WHERE id = ?", opener.inode)
-        contents.mark_doomed(db, opener.content)
+        contents.set_state(db, opener.content, ContentState.DOOMED)
     return opener
 
 

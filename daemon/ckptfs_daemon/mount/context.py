@@ -22,7 +22,7 @@ from ckptfs.catalog.namespace import NotImported
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, TimedOut, posix_error
-from ckptfs.model import DataPath, Inode, Tier
+from ckptfs.model import ContentState, DataPath, Inode, Tier
 from ckptfs.tiers.storage import Tiers
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse.request import BLOCK_BYTES, PASSTHROUGH_BLKSIZE, Request, build_attributes, build_negative_entry
@@ -135,8 +135,7 @@ def reserve_content(db: Database, tier: Tier) -> Iterator[int]:
         yield content
     finally:
         if contents.is_reserved(db, content):
-            with db.transaction():
-                contents.mark_doomed(db, content)
+            contents.set_state(db, content, ContentState.DOOMED)
 
 
 class ChangeRunner:

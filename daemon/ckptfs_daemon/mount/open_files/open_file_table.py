@@ -25,7 +25,7 @@ from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, handles, inodes
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, posix_error
-from ckptfs.model import LOCAL_TIERS, Handle, Inode, Tier
+from ckptfs.model import LOCAL_TIERS, ContentState, Handle, Inode, Tier
 from ckptfs.tiers import prepared
 from ckptfs.tiers.storage import Tiers, TierStorage
 from ckptfs_daemon import ipc
@@ -514,7 +514,7 @@ class OpenFileTable:
                 if (content, inode, storage.tier) not in contents.list_abandoned(self.db):
                     return  # It was opened again meanwhile.
                 if not contents.is_current(self.db, inode, content) or (status is not None and contents.is_deleted(self.db, inode)):
-                    contents.mark_doomed(self.db, content)
+                    contents.set_state(self.db, content, ContentState.DOOMED)
                 elif status is not None:
                     # No process closed it: another node may have written the file since the last write on this node.
                     contents.mark_closed(

@@ -421,8 +421,7 @@ class OpenAttempt:
             storage, _, content, fd = self._new_file
             self._new_file = None
             self._files.slow_calls.close(fd, storage.tier)
-            with self._db.transaction() as db:
-                contents.mark_doomed(db, content)
+            contents.set_state(self._db, content, ContentState.DOOMED)
 
     def _reclose(self, content: int) -> None:
         """Close a content that was unsealed for a writer that failed to open it. Its seal finds its size."""
@@ -432,7 +431,7 @@ class OpenAttempt:
                 return
             held = contents.get_file_content(db, known.inode)
             if held is None or held.content != content:
-                contents.mark_doomed(db, content)
+                contents.set_state(db, content, ContentState.DOOMED)
             elif self._files.is_open_for_writing(known.inode):
                 return
             else:
@@ -498,8 +497,7 @@ class OpenAttempt:
             fd, self._pfs_facts = await tier_choice.create_file(storage, content, flags, times)
             self._new_file = storage, flags, content, fd
         except BaseException as failure:
-            with self._db.transaction() as db:
-                contents.mark_doomed(db, content)
+            contents.set_state(self._db, content, ContentState.DOOMED)
             if not isinstance(failure, (OSError, CkptfsError)):
                 raise
             log.debug("%s cannot take a file: %s", storage.tier, failure)
