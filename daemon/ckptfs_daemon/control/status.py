@@ -72,24 +72,19 @@ class StatusFigures:
             data_path=processes.get("data_path", ""), data_path_reason=processes.get("data_path_reason", ""),
             fsync=config.fsync.value, pfs=str(config.pfs or ""), drain_deadline_s=self.get_drain_deadline_s(),
             tiers=self._build_tiers(), write_back=self._build_write_back(), counts=self._build_counts(),
-            processes=_build_processes(processes), troubles=self.list_troubles(), handles=self._build_handles(),
+            processes=_build_processes(processes), troubles=self.list_troubles(),
+            handles=[pb.HandleCount(**row) for row in summary.get_report(self._db, summary.HANDLES_REPORT).get("ways", ())],
             memory=build_service_memory(config, self._tiers), survives_kill=bool(processes),
             survives_supervisor_kill=bool(processes.get("is_kept_by_systemd")),
             request_timeout_s=int(processes.get("request_timeout_s") or 0), history=build_history(config, self._db, self._tiers),
             scrub=self._build_scrub(),
         )  # fmt: skip
-        if (notice := self._load_notice()) is not None:
-            status.notice.CopyFrom(notice)
+        if notice := summary.get_report(self._db, summary.NOTICE_REPORT):  # This node is about to be taken away.
+            status.notice.CopyFrom(pb.Notice(age_s=max(0.0, time.time() - notice.pop("at_s")), **notice))
         has_bad_tier = any(tier.health not in ("", "normal") for tier in status.tiers)
         is_sound = not (has_bad_tier or status.troubles or status.HasField("notice"))
         status.health = "ok" if is_sound else "degraded"
         return status
-
-    def _load_notice(self) -> pb.Notice | None:
-        """Return the notice that this node is about to be taken away. Returns None if there was none."""
-        if found := summary.get_report(self._db, summary.NOTICE_REPORT):
-            return pb.Notice(age_s=max(0.0, time.time() - found.pop("at_s")), **found)
-        return None
 
     def get_drain_deadline_s(self) -> float:
         """Return how long an unmount that begins now waits for the write-back."""
@@ -137,9 +132,6 @@ class StatusFigures:
             open_handles=found.open_handles, writers=found.writers, lost=found.lost,
             bytes_by_level={level.value: size for level, size in found.bytes_by_level.items()},
         )  # fmt: skip
-
-    def _build_handles(self) -> list[pb.HandleCount]:
-        return [pb.HandleCount(**row) for row in summary.get_report(self._db, summary.HANDLES_REPORT).get("ways", ())]
 
     def _build_tiers(self) -> list[pb.TierStatus]:
         counts = self._copies.get()
