@@ -56,23 +56,10 @@ class Child:
             self.pid = fork(lambda: serve(setup), setup.list_descriptors())
         self.started_ticks = procfs.get_start_ticks(self.pid)
 
-    def stop(self) -> None:
-        self._send(ipc.STOP)
-
-    def drain(self) -> None:
-        """Ask the mover to drain and go on working."""
-        self._send(ipc.DRAIN)
-
-    def send_log_level(self, level: str) -> None:
-        self._send(ipc.LOG_LEVEL + level.encode())
-
-    def refuse_upgrade(self, reason: str) -> None:
-        """Tell the mover that the supervisor does not hand over."""
-        self._send((ipc.UPGRADE + reason.encode())[: ipc.LINK_MESSAGE_BYTES_MAX])
-
-    def _send(self, message: bytes) -> None:
+    def send(self, message: bytes) -> None:
+        """Send a message of `ipc`, as much of it as the link takes."""
         with contextlib.suppress(OSError):
-            self.link.send(message)
+            self.link.send(message[: ipc.LINK_MESSAGE_BYTES_MAX])
 
     def read_messages(self) -> tuple[list[bytes], bool]:
         """Return the messages on the link, and whether the child lives: it has not ended, nor is about to."""

@@ -274,7 +274,7 @@ class Supervisor:
         for role in (MOUNT, MOVER):
             child = self._slots[role].child
             if child is not None:
-                child.send_log_level(level)
+                child.send(ipc.LOG_LEVEL + level.encode())
 
     def _announce_ready(self) -> None:
         """Announce the mount once it serves and the mover is ready or its time is over."""
@@ -362,15 +362,12 @@ class Supervisor:
         """Return True if a mount process has served, so that another can resume, and nothing ends it."""
         return self._phase is Phase.RUNNING and self._slots[MOUNT].ever_ready
 
-    def _may_hand_over(self) -> bool:
-        return self._trial is None and self._is_serving()
-
     def _consider_upgrade(self, child: Child, successor: Successor) -> None:
         """Try the successor that `ckptfs upgrade` names."""
-        if self._may_hand_over():
+        if self._trial is None and self._is_serving():
             self._start_trial(successor)
         else:
-            child.refuse_upgrade("the daemon starts, is about to end, or hands over already")
+            child.send(ipc.UPGRADE + b"the daemon starts, is about to end, or hands over already")
 
     def _start_trial(self, successor: Successor, ask_for_restart: Callable[[], bool] | None = None) -> None:
         self._trial = Trial(successor, self._arguments, self._connection.table_fd, ask_for_restart)
@@ -398,7 +395,7 @@ class Supervisor:
         if trial.is_for_restart:
             self._stop()
         elif (mover := self._slots[MOVER].child) is not None:
-            mover.refuse_upgrade(trial.refusal)
+            mover.send(ipc.UPGRADE + trial.refusal.encode())
 
     # --- the end -----------------------------------------------------------------------------------------------------
 
@@ -415,9 +412,9 @@ class Supervisor:
     def _instruct(self, child: Child) -> None:
         """Send the mover what the phase asks of it. One that was started during a drain begins it again."""
         if child.role == MOVER and self._phase is Phase.DRAINING:
-            child.drain()
+            child.send(ipc.DRAIN)
         elif child.role == MOVER and self._phase is Phase.FINISHING:
-            child.stop()
+            child.send(ipc.STOP)
 
     def _follow_drain(self, seconds: float, text: str) -> None:
         """Follow how long the drain of the mover may still take, and what is left."""
@@ -482,7 +479,7 @@ class Supervisor:
         self._kill_child(self._slots[MOUNT])
         mover = self._slots[MOVER]
         if mover.child is not None:
-            mover.child.stop()
+            mover.child.send(ipc.STOP)
         else:
             mover.due_at = mover.due_at or time.monotonic()
 
