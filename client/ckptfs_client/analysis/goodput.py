@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple, cast
 
 from ckptfs.event_log import NANO, EventKind, LoggedEvent, format_time, parse_time
 from ckptfs.quantities import format_count, format_duration
@@ -134,12 +135,11 @@ class Run:
         return max([self.began_ns, *ends])
 
 
-@dataclass(frozen=True, slots=True)
-class Goodput:
+class Goodput(NamedTuple):
     """What a series got done, as in `GoodputJson`. Runs in order of time; there is at least one."""
 
-    runs: tuple[Run, ...]
     is_cut: bool
+    runs: tuple[Run, ...]
     jobs: int
     restarts: int
     failures: int
@@ -364,15 +364,9 @@ def select_series(events: Iterable[LoggedEvent], series: str) -> Iterator[Logged
 
 
 def build_answer(series: str, found: Goodput) -> GoodputJson:
-    """Build the answer for --json."""
-    return {
-        "series": series, "began": format_time(found.runs[0].began_ns), "ended": format_time(found.runs[-1].ended_ns),
-        "is_cut": found.is_cut, "runs": [_build_run(run) for run in found.runs], "jobs": found.jobs, "restarts": found.restarts,
-        "failures": found.failures, "loads": found.loads, "saves": found.saves, "incomplete": found.incomplete, "steps": found.steps,
-        "lost_steps": found.lost_steps, "total_s": found.total_s, "effective_s": found.effective_s, "saving_s": found.saving_s,
-        "lost_s": found.lost_s, "down_s": found.down_s, "starting_s": found.starting_s, "effective": found.effective,
-        "mtbf_s": found.mtbf_s,
-    }  # fmt: skip
+    figures = found._asdict() | {"runs": [_build_run(run) for run in found.runs]}
+    began, ended = format_time(found.runs[0].began_ns), format_time(found.runs[-1].ended_ns)
+    return cast(GoodputJson, {"series": series, "began": began, "ended": ended, **figures})
 
 
 def _build_run(run: Run) -> RunJson:
