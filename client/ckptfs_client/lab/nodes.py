@@ -106,12 +106,10 @@ def is_running(node: LabNode) -> bool:
 
 
 def is_mounted(node: LabNode) -> bool:
-    """Return True if the mount of a node exists."""
     return node.mountpoint in list_mountpoints_below(node.root)
 
 
 def detach_mounts_below(directory: Path) -> None:
-    """Detach every mount below a directory."""
     for _ in range(3):
         for point in list_mountpoints_below(directory):
             network.abort_mount(point)
@@ -215,7 +213,7 @@ def list_processes(namespace: Path) -> list[int]:
     """Return the running processes in a namespace, without zombies."""
     wanted = network.get_namespace_id(namespace)
     pids = (int(entry) for entry in os.listdir("/proc") if entry.isdigit())
-    return [pid for pid in pids if wanted is not None and _get_namespace_id(pid) == wanted]
+    return [pid for pid in pids if wanted is not None and network.get_namespace_id(Path(f"/proc/{pid}/ns/net")) == wanted]
 
 
 def list_processes_named(namespace: Path, name: str) -> list[int]:
@@ -256,14 +254,6 @@ def spawn(namespace: Path, command: Sequence[str], log: Path, *, pass_fds: Seque
     return network.run_in_namespace(namespace, act)
 
 
-def _get_namespace_id(pid: int) -> tuple[int, int] | None:
-    """Return the network namespace of a process. Returns None for a zombie."""
-    with contextlib.suppress(OSError):
-        found = os.stat(f"/proc/{pid}/ns/net")
-        return found.st_dev, found.st_ino
-    return None
-
-
 def _get_process_name(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text().strip()
@@ -274,7 +264,7 @@ def _send_signal(pid: int, namespace: Path, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         pidfd = os.pidfd_open(pid)
         try:
-            if _get_namespace_id(pid) == network.get_namespace_id(namespace):
+            if network.get_namespace_id(Path(f"/proc/{pid}/ns/net")) == network.get_namespace_id(namespace):
                 signal.pidfd_send_signal(pidfd, number)
         finally:
             os.close(pidfd)
