@@ -181,9 +181,9 @@ class SlowCalls:
             if then is not None:
                 then(result)
 
-    def close(self, fd: int, tier: Tier | None, then: Callable[[], None] | None = None, after: _Task | None = None) -> None:
+    def close(self, fd: int, tier: Tier | None, after: _Task | None = None) -> None:
         """Close a descriptor of a file in `tier`; -1 is none."""
-        self.start(functools.partial(close_logged, fd, tier), tier, None if then is None else lambda _: then(), after)
+        self.start(functools.partial(close_logged, fd, tier), tier, after=after)
 
 
 async def _run_logged(run: _Task) -> None:
