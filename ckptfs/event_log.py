@@ -130,7 +130,6 @@ def parse_time(text: str) -> int:
 
 
 def build_path(directory: Path, number: int) -> Path:
-    """Return the path of a file of the log."""
     return directory / f"{number:08d}.jsonl"
 
 

@@ -57,7 +57,6 @@ Answer = Callable[[HttpRequest], HttpReply]
 
 
 def refuse(status: HTTPStatus, **headers: str) -> HttpReply:
-    """Return the reply that refuses a request."""
     return HttpReply(f"{status.phrase}\n".encode(), status=status, headers=headers)
 
 

@@ -33,6 +33,5 @@ def record(step: str, seconds: float, size_bytes: int) -> None:
 
 
 def get_histograms() -> dict[str, DurationHistogram]:
-    """Return a snapshot by step."""
     with _lock:
         return {step: DurationHistogram(list(one.counts), one.sum_s, one.size_bytes) for step, one in _histograms.items()}

@@ -463,7 +463,6 @@ def record_move(db: Database, content: int, source: Tier, target: Tier) -> None:
 
 
 def has_name(db: Database, inode: int) -> bool:
-    """Return True if any name leads to `inode`."""
     return bool(db.value("SELECT nlink FROM inode WHERE id = ?", inode))
 
 
@@ -480,7 +479,6 @@ def is_deleted(db: Database, inode: int) -> bool:
 
 
 def is_current(db: Database, inode: int, content: int) -> bool:
-    """Return True if `content` is the present content of `inode`."""
     return db.row("SELECT 1 FROM inode WHERE id = ? AND content = ?", inode, content) is not None
 
 

@@ -470,7 +470,6 @@ def restore_stashed(db: Database, stash: int, tier: Tier) -> int | None:
 
 
 def delete_stashed(db: Database, stash: int, tier: Tier) -> None:
-    """Delete a stashed copy."""
     db.run("DELETE FROM copy WHERE content = ? AND tier = ? AND stashed_for IS NOT NULL", stash, tier)
 
 
@@ -480,5 +479,4 @@ def list_stashed(db: Database, tier: Tier) -> list[int]:
 
 
 def list_stashed_contents(db: Database) -> set[int]:
-    """Return the contents that have a stashed copy."""
     return set(db.column("SELECT stashed_for FROM copy WHERE stashed_for IS NOT NULL"))

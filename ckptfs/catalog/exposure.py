@@ -113,7 +113,6 @@ def _load_path(db: Database, inode: int, known: dict[int, Path]) -> Path:
 
 
 def list_names(db: Database, directory: int) -> list[bytes]:
-    """Return the names in a directory."""
     return [bytes(row[0]) for row in db.rows("SELECT name FROM entry WHERE parent = ?", directory)]
 
 

@@ -183,7 +183,6 @@ def delete_unconfirmed_copies(db: Database, content: Content, nodes: Iterable[in
 
 
 def replace_peer_copies(db: Database, content: int, copies: Sequence[PeerCopy]) -> None:
-    """Replace all rows of copies of a content."""
     with db.transaction():
         db.run("DELETE FROM peer_copy WHERE content = ?", content)
         for copy in copies:

@@ -91,7 +91,6 @@ class PfsBatch:
 
     @property
     def inodes_with_set_attributes(self) -> list[int]:
-        """Return the inodes whose attributes are set."""
         return [action.inode for action in self.actions if action.act == "attributes"]
 
 

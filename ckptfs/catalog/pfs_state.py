@@ -169,7 +169,6 @@ class PfsView:
         return found
 
     def list_names(self, inode: int) -> list[PfsName]:
-        """Return the names of an inode on the PFS."""
         kept = [name for name in self._list_catalogued("pfs_entry", inode) if name not in self.entries]
         return kept + [name for name, shown in self.entries.items() if shown is not None and shown.inode == inode]
 

@@ -78,12 +78,10 @@ def build_pfs_state_key(inode: int) -> bytes:
 
 
 def build_copies_prefix(content: int) -> bytes:
-    """Return the prefix of the keys of all copies of a content."""
     return keys.encode_key(SharedKey(COPY, content))
 
 
 def build_copy_key(content: int, node: int) -> bytes:
-    """Return the key of a node's copy."""
     return build_copies_prefix(content) + b"%08x" % node
 
 

@@ -163,7 +163,6 @@ class NodeBinding:
 
 
 def name_key(name: str) -> bytes:
-    """Return the key of the binding of a name."""
     return NAMES_PREFIX + name.encode()
 
 
@@ -435,7 +434,6 @@ class MemberTable:
             self._absent[number] = (node, self._doubt_until_s if self._is_connected else FOREVER)
 
     def replace_nodes(self, nodes: Iterable[Node], now_s: float) -> None:
-        """Replace all records."""
         found = {node.number: node for node in nodes}
         for number in [number for number in self._present if number not in found]:
             self.mark_gone(number, now_s)

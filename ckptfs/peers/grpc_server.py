@@ -136,7 +136,6 @@ class PeerMethods(grpc.GenericRpcHandler):  # type: ignore[type-arg]
         self._unknown = grpc.stream_unary_rpc_method_handler(self._reject_unknown_method)
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        """Return the handler of a call."""
         return self._handlers.get(handler_call_details.method, self._unknown)
 
     def _read_message(self, peer: str, messages: Iterator[bytes], context: grpc.ServicerContext) -> bytes:

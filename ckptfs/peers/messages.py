@@ -91,7 +91,6 @@ def count_blocks(size: int) -> int:
 
 
 def block_bytes(size: int, number: int) -> int:
-    """Return the length of block `number`."""
     return min(limits.BLOCK_BYTES, size - number * limits.BLOCK_BYTES)
 
 

@@ -107,7 +107,6 @@ class SetKind:
     applies: Callable[[DirectoryFacts], bool] = lambda directory: True
 
     def is_kind_of(self, directory: DirectoryFacts) -> bool:
-        """Return whether a directory is of this kind."""
         return any(map(self.sign.fullmatch, directory.names)) and self.applies(directory)
 
     def is_closed(self, directory: DirectoryFacts) -> bool:
@@ -559,7 +558,6 @@ KINDS = (
 
 
 def list_kinds(directory: DirectoryFacts) -> list[SetKind]:
-    """Return the kinds of a directory."""
     return [kind for kind in KINDS if kind.is_kind_of(directory)]
 
 

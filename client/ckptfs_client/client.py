@@ -64,7 +64,6 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Close the connections."""
         while self._channels:
             self._channels.popitem()[1].close()
 

@@ -123,8 +123,6 @@ class FetchProgress:
 
 
 class BlockProgress:
-    """The progress of each block."""
-
     def __init__(self, progress: FetchProgress, notify: Notifier, fetch_map: FetchMap | None) -> None:
         self.fetch_map = fetch_map
         self.progress = progress

@@ -139,7 +139,6 @@ def compute_lost_s(interval_s: float, cost_s: float, mtbf_s: float) -> float:
 
 
 def build_advice(measure: SeriesMeasure, facts: JobFacts) -> AdviceJson:
-    """Build the answer."""
     intervals = [(YOUNG, compute_young_interval_s(facts.cost_s, facts.mtbf_s)), (DALY, compute_daly_interval_s(facts.cost_s, facts.mtbf_s))]
     if measure.period_s is not None and measure.period_s > facts.cost_s:
         intervals.insert(0, (NOW, measure.period_s - facts.cost_s))

@@ -123,7 +123,6 @@ def report_to_json(report: CapacityReport) -> dict[str, Any]:
 
 
 def print_report(report: CapacityReport) -> None:
-    """Print a report for people."""
     render.print_renderable(build_tier_table(report.capacity))
     if report.clique:
         print()
@@ -151,7 +150,6 @@ def build_tier_table(capacity: "pb.Capacity") -> Any:
 
 
 def build_clique_table(members: Sequence["pb.Member"], node: str) -> Any:
-    """Build the table of the nodes of a clique."""
     grid = render.build_grid("node of the clique", "share of peers>", "held for peers>", "left>", "sends copies to")
     for one in members:
         figures = (format_size(one.held_bytes), format_size(_count_left(one))) if one.has_figures else ("unknown", "unknown")

@@ -28,8 +28,6 @@ KIND_WIDTH = max(len(kind) for kind in EventKind)
 
 
 class EventSource:
-    """The events of a mount."""
-
     def __init__(self, mount: Mount) -> None:
         self._mount = mount
         self._directory = find_log(mount)

@@ -40,7 +40,6 @@ class ContentMissing(AssertionError):
 
 @functools.lru_cache(maxsize=32)
 def build_version(origin: str, number: int) -> bytes:
-    """Return the bytes of a version."""
     source = random.Random(f"{origin}:{number}")
     size = source.randint(*(LARGE if source.random() < 0.2 else SMALL))
     return f"{origin}:{number}\n".encode() + source.randbytes(size)

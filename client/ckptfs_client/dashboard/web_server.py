@@ -54,7 +54,6 @@ class OverviewSite:
         self._figures = json.dumps(self._sampler.sample()).encode()
 
     def answer(self, request: HttpRequest) -> HttpReply:
-        """Answer a request."""
         if not self._is_own_host(request.host):
             return refuse(HTTPStatus.MISDIRECTED_REQUEST, **HEADERS)
         if request.path in self._files:

@@ -359,7 +359,6 @@ class LiveNode:
             network.set_etcd_route(self._node, up=up)
 
     def pids(self) -> list[int]:
-        """Return its processes."""
         return nodes.list_processes(self.namespace)
 
     def is_island(self) -> bool:
@@ -378,7 +377,6 @@ class LiveNode:
 
     @property
     def log(self) -> str:
-        """The log of its daemon."""
         return self._node.log.read_text(errors="replace") if self._node.log.exists() else ""
 
 
@@ -395,7 +393,6 @@ class LiveCluster:
         self.nodes = [self.build_node(node) for node in plan.all_nodes()]
 
     def build_node(self, node: LabNode) -> LiveNode:
-        """Return the handle of one node."""
         return LiveNode(self.laboratory, node)
 
     def __getitem__(self, index: int) -> LiveNode:

@@ -76,8 +76,6 @@ class ListedSeries:
 
 @dataclass(frozen=True, slots=True)
 class FoundSet:
-    """A set and its series."""
-
     series: ListedSeries
     set: pb.SetInfo
 

@@ -61,7 +61,6 @@ def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = Fa
 
 
 def build_series_row(one: ListedSeries) -> SeriesJson:
-    """Return the row of a series."""
     newest = one.newest
     return {
         "series": one.shown, "sets": one.sets, "size": one.size, "newest": FoundSet(one, newest).shown if newest else "",
@@ -132,7 +131,6 @@ def find_unfinished(named: Path, one: ListedSeries | None, newest_row: SetJson |
 
 
 def format_series(rows: list[SeriesJson]) -> str:
-    """Format the rows of series as a table."""
     now = time.time_ns()
     cells = [
         [str(row["sets"]), format_size(row["size"]), row["level"], _format_age(now, row["completed_ns"]),
@@ -143,7 +141,6 @@ def format_series(rows: list[SeriesJson]) -> str:
 
 
 def format_sets(rows: list[SetJson]) -> str:
-    """Format the rows of sets as a table."""
     now = time.time_ns()
     several = len({row["series"] for row in rows}) > 1
     cells = [
@@ -182,7 +179,6 @@ def load_manifest(found: FoundSet) -> dict[str, Any]:
 
 
 def describe_set(history: SetHistory, found: FoundSet) -> ShowJson:
-    """Return all that is known of a set."""
     (row,) = _build_set_rows(found.series, [found.set])
     manifest = load_manifest(found)
     producers: list[ProducerJson] = [
@@ -238,7 +234,6 @@ def _raise(failure: OSError) -> None:
 
 
 def format_set(shown: ShowJson, title: str) -> str:
-    """Format all that is known of a set."""
     age = _format_age(time.time_ns(), shown["completed_ns"])
     kept = [word for word, holds in (("pinned", shown["pinned"]), ("rolled back to", shown["rollback"])) if holds]
     facts = [

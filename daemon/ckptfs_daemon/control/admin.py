@@ -151,8 +151,6 @@ def _build_last(progress: pb.Progress, safety: pb.Safety) -> pb.Progress:
 
 
 class AdminService(rpc.AdminServicer):  # type: ignore[misc]
-    """The gRPC service `Admin`."""
-
     def __init__(self, context: ControlContext) -> None:
         self.refused = context.refused
         self._context, self._config, self._db, self._retry_now = context, context.config, context.db, context.retry_now

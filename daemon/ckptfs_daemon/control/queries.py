@@ -147,8 +147,6 @@ class LevelCheck:
 
 
 class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
-    """The gRPC service `Queries`."""
-
     def __init__(self, context: ControlContext) -> None:
         self.refused = context.refused
         self._context, self._config, self._db, self._cluster = context, context.config, context.db, context.cluster

@@ -189,8 +189,6 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of the mover."""
-
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
         self._ended: set[str] = set()

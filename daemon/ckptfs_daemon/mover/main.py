@@ -175,8 +175,6 @@ async def _drain_at_the_end(link: socket.socket, drain: Drain, upgrades: Upgrade
 
 
 class _Flows:
-    """The flows of all lanes."""
-
     def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier, cluster_services: ClusterServices | None) -> None:
         self._db = db
         self._config = config

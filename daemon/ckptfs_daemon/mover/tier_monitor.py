@@ -37,8 +37,6 @@ ONLY_COPIES_TROUBLE = "files on"
 
 
 class TierMonitor:
-    """The monitor of one tier."""
-
     def __init__(self, db: Database, storage: TierStorage, root: Path, on_recovered: Callable[[], None], *, may_mark: bool = True) -> None:
         """`root` is probed, and marked if it is the PFS and `may_mark`.
 

@@ -47,8 +47,6 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class HandleWay:
-    """The way of one handle."""
-
     way: Way
     reason: Reason = Reason.NONE
 

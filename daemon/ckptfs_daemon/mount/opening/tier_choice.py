@@ -135,8 +135,6 @@ def _may_fill(limit_reason: Reason, prepared_file: PreparedFile | None) -> bool:
 
 
 class SpaceWait:
-    """The wait of one request for space."""
-
     def __init__(self, context: MountContext) -> None:
         self._context = context
         self._began_s: float | None = None

@@ -131,7 +131,6 @@ class SetMaker:
         return series, made
 
     async def remove(self, directory: int) -> None:
-        """Remove a set from the history."""
         await self._refresh.refresh_set(directory)
         while not await self._changes.run_change(lambda db, _: history.delete_set(db, directory, limits.SET_NAMES_PER_CHANGE)):
             await trio.lowlevel.checkpoint()
