@@ -6,7 +6,6 @@ does not count, and the next mover deletes it. So an order ends with its drain, 
 
 import json
 import re
-import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -140,11 +139,6 @@ def has_pending_names(db: Database, roots: Iterable[int]) -> bool:
 
 
 # --- the order ---------------------------------------------------------------------------------------------------------
-
-
-def build_token() -> str:
-    """Return a token for a new drain."""
-    return secrets.token_hex(8)
 
 
 def set_order(db: Database, order: UrgentOrder, valid_s: float) -> None:

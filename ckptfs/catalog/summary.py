@@ -93,10 +93,6 @@ def list_copy_places(db: Database, inode: int, found: FileRecord) -> list[tuple[
     return rows
 
 
-def _format_level(db: Database, inode: int) -> bytes:
-    return get_level(db, inode).value.encode()
-
-
 def _format_digest(db: Database, inode: int) -> bytes | None:
     """Return the digest of the content that a reader of the file gets. Returns None if it is not known."""
     found = load_file_record(db, inode)
@@ -122,7 +118,7 @@ RULES_XATTR = b"rules"
 # The extended attributes of a regular file: the name behind the prefix, the function for the value (None: not known yet), and the meaning.
 # The mount process has its own functions for `format`, which is read from the file itself, and for `set`.
 VIRTUAL_XATTRS: dict[bytes, tuple[Callable[[Database, int], bytes | None], str]] = {
-    b"level": (_format_level, f"The level that the file has now: {', '.join(Level)}."),
+    b"level": (lambda db, inode: get_level(db, inode).value.encode(), f"The level that the file has now: {', '.join(Level)}."),
     b"digest": (_format_digest, "Its digest in hexadecimal: xxh3-128 over its blocks' digests and its size. ENODATA until it is sealed."),
     FORMAT_XATTR: (
         lambda db, inode: None,

@@ -238,9 +238,6 @@ class RevocationList:
                 self._checked_s = time.monotonic()
             return self._counts
 
-    def get_count(self, node: str) -> int:
-        return self.get_counts().get(node, 0)
-
     def _reload_if_changed(self, directory: Path) -> None:
         try:
             found = os.stat(directory / REVOKED_FILE)

@@ -430,7 +430,7 @@ class MemberTable:
     def mark_gone(self, number: int, now_s: float) -> None:
         """Note that the record of a node is gone. After an outage of the store the node counts for longer."""
         node = self._present.pop(number, None)
-        if node is not None and self._is_in_doubt(now_s):
+        if node is not None and (not self._is_connected or now_s < self._doubt_until_s):
             self._absent[number] = (node, self._doubt_until_s if self._is_connected else FOREVER)
 
     def replace_nodes(self, nodes: Iterable[Node], now_s: float) -> None:
@@ -452,6 +452,3 @@ class MemberTable:
     def build_view(self) -> ClusterView:
         """Return the live nodes, always including this one."""
         return build_view([self._own_node, *self._present.values(), *(node for node, _ in self._absent.values())])
-
-    def _is_in_doubt(self, now_s: float) -> bool:
-        return not self._is_connected or now_s < self._doubt_until_s

@@ -200,7 +200,7 @@ class PeerClient:
     def _get_link(self, node: PeerAddress) -> Link:
         """Return the link to a node; a new one if its address changed or its keys were revoked."""
         old: list[Link] = []
-        revocations = self._revoked.get_count(node.name)
+        revocations = self._revoked.get_counts().get(node.name, 0)
         with self._lock:
             link = self._links.get(node.name)
             if link is None or (link.address, link.revocations) != (node.address, revocations):

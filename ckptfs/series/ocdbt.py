@@ -18,7 +18,7 @@ MANIFEST = b"manifest.ocdbt"
 _MANIFEST_MAGIC, _NODE_MAGIC = bytes.fromhex("0cdb3a2a"), bytes.fromhex("0cdb20de")
 _NODE_BYTES_MAX = 64 << 20
 """Of 100 MB, which Orbax allows, a node of 400,000 arrays has less."""
-_CRC_BYTES, _UUID_BYTES, _TIME_BYTES = 4, 16, 8
+_CRC_BYTES, _UUID_BYTES = 4, 16
 _INLINE = 0
 
 

@@ -4,6 +4,7 @@
 times and what its index files say.
 """
 
+import functools
 import itertools
 import json
 import re
@@ -482,10 +483,6 @@ def _find_tensorflow_gap(directory: DirectoryFacts) -> str:
     return ""
 
 
-def _find_orbax_gap(directory: DirectoryFacts) -> str:
-    return _find_index_gap(directory, b"_CHECKPOINT_METADATA")
-
-
 def _find_arrays_gap(directory: DirectoryFacts) -> str:
     """Find a gap by the manifest of the arrays, which leads to all their bytes.
 
@@ -545,7 +542,8 @@ KINDS = (
             applies=lambda directory: directory.world is not None),
     SetKind("TensorFlow", _TENSORFLOW_DATA, _find_tensorflow_gap, re.compile(rb".+\.(index|meta|data-[0-9]+-of-[0-9]+)", re.DOTALL),
             re.compile(rb".+\.index", re.DOTALL)),
-    SetKind("Orbax", re.compile(rb"_CHECKPOINT_METADATA|commit_success\.txt"), _find_orbax_gap,
+    SetKind("Orbax", re.compile(rb"_CHECKPOINT_METADATA|commit_success\.txt"),
+            functools.partial(_find_index_gap, name=b"_CHECKPOINT_METADATA"),
             _NOTHING, re.compile(rb"commit_success\.txt"), tells_sizes=True, awaits_all=True),
     SetKind("arrays of Orbax", re.compile(_ORBAX_PROCESS.pattern + b"|" + re.escape(ocdbt.MANIFEST)), _find_arrays_gap, _NOTHING, _NOTHING),
     SetKind("LAMMPS", _LAMMPS_BASE, _find_lammps_gap, _NOTHING, _NOTHING, applies=lambda directory: bool(_list_lammps_parts(directory))),

@@ -9,6 +9,7 @@ Crash safety: the order ends with its time, and the next mover deletes it. Reque
 
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Sequence
 
@@ -71,7 +72,7 @@ class Rescue:
         self._began_s = time.monotonic()
         self._deadline_s = math.inf if deadline_s is None else deadline_s
         self._refreshed_s = -math.inf
-        self._order = UrgentOrder(token=exposure.build_token())
+        self._order = UrgentOrder(token=secrets.token_hex(8))
         self._touched: dict[tuple[int, bytes], Series] = {}
         self._requests: dict[int, int] = {}
         self._secured_s: float | None = None

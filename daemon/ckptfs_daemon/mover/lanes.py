@@ -8,6 +8,7 @@ Crash safety: every step leaves the catalog consistent, and each lane of the nex
 """
 
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -145,7 +146,7 @@ class Lane:
             return
         began_s = trio.current_time()
         if self._wake_requested_at_s is None and not self._is_urgent:
-            with trio.move_on_after(_seconds(due_s)):
+            with trio.move_on_after(math.inf if due_s is None else max(0.0, due_s)):
                 await self._wake_event.wait()
         if self._wake_requested_at_s is not None:
             busy = trio.current_time() - began_s < limits.HINT_GATHER_MAX_S
@@ -265,7 +266,3 @@ def describe_failure(failure: Exception) -> dict[str, Any]:
     if isinstance(failure, OSError):
         value |= {"what": health.describe(failure), "remedy": remedy or health.remedy(failure.errno)}
     return value | ({"is_full": True} if getattr(failure, "errno", 0) in health.FULL_ERRNOS else {})
-
-
-def _seconds(due_s: float | None) -> float:
-    return float("inf") if due_s is None else max(0.0, due_s)

@@ -66,7 +66,8 @@ class HistoryTree(ReadOnlyTree):
         directory = await self._load_directory(parent_inode)
         await self._context.shared_namespace.refresh_name(directory.id, name)
         number = history_names.find_number(self._context.db, directory.id, name)
-        if number is None or self._is_hidden(directory.id, name):
+        is_hidden = name.startswith(b".") and history_names.is_series(self._context.db, directory.id)
+        if number is None or is_hidden:
             return request.build_negative_entry(0)
         return self._build_reply(number)
 
@@ -99,9 +100,6 @@ class HistoryTree(ReadOnlyTree):
         found = history_names.find_shown(self._context.db, number)
         if found is not None:
             await self._changes.refresh_inode(found.id)
-
-    def _is_hidden(self, directory: int, name: bytes) -> bool:
-        return name.startswith(b".") and history_names.is_series(self._context.db, directory)
 
     # --- attributes ---------------------------------------------------------------------------------------------------
 

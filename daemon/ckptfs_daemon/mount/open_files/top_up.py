@@ -133,11 +133,8 @@ class TopUpThread:
             with self._step_lock:
                 steps = [self._step(file) for file in files]
             if not any(steps):
-                self._wait(files)
-
-    def _wait(self, files: list[GrowingFile]) -> None:
-        is_idle = time.monotonic() - max(file.changed_s for file in files) > limits.TOP_UP_IDLE_S
-        time.sleep(limits.TOP_UP_IDLE_POLL_S if is_idle else limits.TOP_UP_POLL_S)
+                is_idle = time.monotonic() - max(file.changed_s for file in files) > limits.TOP_UP_IDLE_S
+                time.sleep(limits.TOP_UP_IDLE_POLL_S if is_idle else limits.TOP_UP_POLL_S)
 
     def _step(self, file: GrowingFile) -> bool:
         """Allocate once for a file. Returns False if it has enough, or no more can be had."""

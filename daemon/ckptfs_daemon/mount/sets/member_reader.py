@@ -322,11 +322,8 @@ class MountMemberReader:
         return found
 
     async def _inspect(self, state: FetchState, name: bytes) -> FileFormat:
-        def act(size: int, read: ReadRange) -> FileFormat:
-            return file_formats.inspect(name, size, read)
-
         try:
-            return await self._read_here(state, act)
+            return await self._read_here(state, functools.partial(file_formats.inspect, name))
         except OSError:
             if not state.holders or state.has_local_copy:
                 raise
