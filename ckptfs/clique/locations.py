@@ -168,12 +168,11 @@ class SharedPfsState:
     replaces: int = 0
     rests_on: tuple[Item, ...] = ()
 
-    def build_puts(self, inode: int, *, complete: bool) -> list[tuple[bytes, dict[str, Any] | None]]:
-        """Return the rows that make this the state of `inode`."""
-        published = self.value["published"]
-        value = {**self.value, "published": [self.generation, int(complete), *published[2:]]}
+    def build_puts(self, inode: int) -> list[tuple[bytes, dict[str, Any] | None]]:
+        """Return the rows that make this the complete state of `inode`."""
+        value = {**self.value, "published": [self.generation, 1, *self.value["published"][2:]]}
         if not self.replaces:
-            return [] if complete == self.is_complete else [(self.item.key, value)]
+            return [] if self.is_complete else [(self.item.key, value)]
         return [(self.item.key, None), (build_pfs_state_key(inode), value), (self.rests_on[0].key, {"inode": inode})]
 
 

@@ -280,7 +280,7 @@ class Salvage:
         if on_pfs is None or on_pfs.in_hand:
             return False
         value = lost.build_value(None, on_pfs.generation, on_pfs.size, on_pfs.mtime_ns)
-        puts = [*on_pfs.build_puts(lost.inode, complete=True), (file.item.key, value)]
+        puts = [*on_pfs.build_puts(lost.inode), (file.item.key, value)]
         compared = [file.item, on_pfs.item, *on_pfs.rests_on, *lost.successor.items]
         revision = _commit_if_unchanged(self._cluster.store, compared, puts)
         if not revision:

@@ -306,10 +306,9 @@ class PeerServer:
         identity: Identity | None,
         *,
         revoked: RevocationList | None = None,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rejections = RefusedCalls()
-        self.table = TransferTable(content_host, clock)
+        self.table = TransferTable(content_host)
         self._revoked = revoked or RevocationList(None)
         self._revoked_before = self._revoked.get_counts()
         authenticator = PeerAuthenticator(cluster, identity, self._revoked)

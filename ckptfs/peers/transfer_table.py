@@ -22,13 +22,11 @@ from ckptfs import limits
 from ckptfs.clique.peer_api import ContentHost, Offer, OpenCopy, Reception
 from ckptfs.peers.messages import Rejection, RejectReason
 
-Clock = Callable[[], float]
-
 
 class IncomingTransfer:
     """A reception, block by block: a `BlockSink`. Touches only the descriptor of the content host."""
 
-    def __init__(self, peer: str, offer: Offer, reception: Reception, clock: Clock) -> None:
+    def __init__(self, peer: str, offer: Offer, reception: Reception) -> None:
         self.peer = peer
         self.offer = offer
         self.token = reception.token
@@ -40,9 +38,8 @@ class IncomingTransfer:
         self._missing_blocks = set(reception.missing_blocks)
         self._incoming_blocks: set[int] = set()
         self._on_unused: Callable[[], None] = lambda: None
-        self._clock = clock
         self._stream_count = 0
-        self._used_at = clock()
+        self._used_at = time.monotonic()
 
     @contextmanager
     def hold_stream(self) -> Iterator[None]:
@@ -55,17 +52,17 @@ class IncomingTransfer:
         finally:
             with self.lock:
                 self._stream_count -= 1
-                self._used_at = self._clock()
+                self._used_at = time.monotonic()
                 last = self.has_ended and not self._stream_count
             if last:
                 self._on_unused()
 
     def touch(self) -> None:
-        self._used_at = self._clock()
+        self._used_at = time.monotonic()
 
     def is_idle(self) -> bool:
         """Return True if no peer used it for too long."""
-        return not self._stream_count and self._clock() - self._used_at > limits.PEER_IDLE_S
+        return not self._stream_count and time.monotonic() - self._used_at > limits.PEER_IDLE_S
 
     def end_if_unused(self) -> None:
         """End the transfer for new streams. Raises Rejection (busy) while a stream uses it."""
@@ -120,9 +117,8 @@ class IncomingTransfer:
 class TransferTable:
     """All transfers and reads of this node, and the content host behind them."""
 
-    def __init__(self, content_host: ContentHost, clock: Clock = time.monotonic) -> None:
+    def __init__(self, content_host: ContentHost) -> None:
         self.content_host = content_host
-        self._clock = clock
         self._transfers: dict[int, IncomingTransfer] = {}
         self._reserved_count = 0
         self._reading: set[tuple[str, int]] = set()
@@ -149,7 +145,7 @@ class TransferTable:
             reception = self.content_host.begin_reception(replace(offer, sender=peer))
             number = secrets.randbits(62) + 1
             with self._lock:
-                self._transfers[number] = IncomingTransfer(peer, offer, reception, self._clock)
+                self._transfers[number] = IncomingTransfer(peer, offer, reception)
         return number, list(reception.missing_blocks)
 
     @contextmanager
@@ -239,7 +235,7 @@ class TransferTable:
             with self._lock:
                 if (peer, content) in self._reading:
                     unneeded, _ = self._idle_copies.pop(place, (None, 0.0))  # Of another stream, which ended before.
-                    self._idle_copies[place] = copy, self._clock()
+                    self._idle_copies[place] = copy, time.monotonic()
             if unneeded is not None:
                 os.close(unneeded.fd)
             self._close_idle(lambda _, __: len(self._idle_copies) > limits.PEER_IDLE_COPIES_MAX)
@@ -272,7 +268,7 @@ class TransferTable:
 
         The first readers thus finish soon and serve the next ones. Raises Rejection if no slot is free and the peer can wait.
         """
-        now = self._clock()
+        now = time.monotonic()
         if copy.size < limits.PEER_READERS_BYTES_MIN:
             return
         with self._lock:
@@ -292,7 +288,7 @@ class TransferTable:
         self._end_each(lambda transfer: everything or transfer.is_idle())
         if everything:
             self._reading = set()  # The last streams close their copies.
-        self._close_idle(lambda _, since: everything or self._clock() - since > limits.PEER_IDLE_S)
+        self._close_idle(lambda _, since: everything or time.monotonic() - since > limits.PEER_IDLE_S)
 
     def _end_each(self, should_end: Callable[[IncomingTransfer], bool]) -> None:
         for number, transfer in self._list_transfers():

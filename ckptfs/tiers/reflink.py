@@ -184,8 +184,7 @@ def measure_saved(descriptors: Iterable[int]) -> int:
 class BlockIndex:
     """Blocks of contents of a tier, or of inodes on the PFS. The oldest go first. For one thread."""
 
-    def __init__(self, blocks_max: int = limits.SHARED_BLOCKS_MAX) -> None:
-        self._blocks_max = blocks_max
+    def __init__(self) -> None:
         self._places: dict[bytes, tuple[int, int]] = {}
 
     def add(self, file: int, block_digests: bytes) -> None:
@@ -194,7 +193,7 @@ class BlockIndex:
             if block_digest != digest.ZERO_BLOCK:
                 self._places.pop(block_digest, None)
                 self._places[block_digest] = file, number
-        while len(self._places) > self._blocks_max:
+        while len(self._places) > limits.SHARED_BLOCKS_MAX:
             del self._places[next(iter(self._places))]
 
     @property
