@@ -45,8 +45,6 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpReply:
-    """An answer."""
-
     body: bytes
     content_type: str = PLAIN
     status: HTTPStatus = HTTPStatus.OK

@@ -446,7 +446,6 @@ def record_fsync(db: Database, inode: int, content: int, size: int, atime_ns: in
 
 
 def record_access(db: Database, inode: int, atime_ns: int) -> None:
-    """Record that a file was read."""
     db.run("UPDATE inode SET atime_ns = ? WHERE id = ?", atime_ns, inode)
 
 

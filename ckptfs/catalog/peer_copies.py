@@ -170,7 +170,6 @@ def insert_unneeded_copy(db: Database, content: int, node: int) -> None:
 
 
 def delete_peer_copy(db: Database, content: int, node: int) -> None:
-    """Delete the row of a node's copy."""
     db.change("DELETE FROM peer_copy WHERE content = ? AND node = ?", content, node)
 
 

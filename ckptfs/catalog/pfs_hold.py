@@ -91,7 +91,6 @@ def release_exchanged(db: Database, *inodes: int) -> None:
 
 
 def release_tree(db: Database, inode: int) -> None:
-    """Release an inode and all below it."""
     release(db, inode)
     for (child,) in db.rows("SELECT child FROM entry WHERE parent = ? ORDER BY cookie", inode):
         release_tree(db, child)

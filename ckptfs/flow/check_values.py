@@ -44,7 +44,6 @@ class CheckValues:
         return False
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next look."""
         return max(0.0, self._next_s - time.monotonic())
 
     def _describe(self, left: list[UnreadableKey]) -> dict[str, str]:

@@ -55,7 +55,6 @@ class DropDeadRecords:
         return self._after is not None
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next sweep."""
         return max(0.0, self._next_s - time.monotonic())
 
     def _acquire_lock(self) -> bool:

@@ -64,7 +64,6 @@ class FindLost:
         return False
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next search."""
         return max(0.0, self._next_s - time.monotonic())
 
     def _list_suspects(self, view: ClusterView) -> list[int]:

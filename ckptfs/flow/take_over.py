@@ -70,7 +70,6 @@ class TakeOver:
         return bool(self._nodes_left)
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next look."""
         return max(0.0, self._next_look_s - time.monotonic()) if self._cluster.view() is self._last_view else 0.0
 
     def _find_nodes_with_rows(self, dead: list[int]) -> list[int]:

@@ -334,6 +334,5 @@ def parse_seal_timeout_s(request: pb.SealRequest) -> float:
 
 
 def parse_forgotten_contents(request: pb.ForgetRequest) -> list[int]:
-    """Return the contents to forget."""
     require(len(request.contents) <= limits.PEER_FORGET_MAX, f"more than {limits.PEER_FORGET_MAX} contents at once")
     return [parse_content_id(number) for number in request.contents]

@@ -70,7 +70,6 @@ class Client:
     # --- queries ------------------------------------------------------------------------------------------------------
 
     def get_status(self) -> pb.Status:
-        """Return the figures of the mount."""
         answer: pb.Status = self._call(self._build_query_stub().GetStatus, pb.StatusRequest())
         return answer
 

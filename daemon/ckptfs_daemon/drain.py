@@ -130,8 +130,6 @@ def record_result(db: Database, cause: str, *, is_done: bool, began_s: float) ->
 
 
 class Drain:
-    """The drains of one mover."""
-
     def __init__(self, db: Database, config: Config, retry_now: Callable[[], None]) -> None:
         """`retry_now` runs all lanes at once, and belongs to the trio thread."""
         self._db = db

@@ -68,13 +68,11 @@ class Host:
         return False
 
     def next_due_s(self) -> float | None:
-        """Return the seconds until the next check."""
         return limits.RECEPTION_KEEP_S if self._incoming else None
 
     # --- receiving ---------------------------------------------------------------------------------------------------
 
     def begin_reception(self, offer: Offer) -> Reception:
-        """Prepare for the blocks of `offer`."""
         self._validate_generation(offer)
         self._offer_validator.validate(offer)
         token = self._take_token(offer.content)

@@ -136,7 +136,6 @@ def print_report(report: CapacityReport) -> None:
 
 
 def build_tier_table(capacity: "pb.Capacity") -> Any:
-    """Build the table of this node's tiers."""
     grid = render.build_grid("tier", "total>", "used>", "shared>", "prepared>", "free>", "held for peers>", "share of peers>", "where")
     for tier in capacity.tiers:
         is_known, is_for_peers = tier.total_bytes > 0, capacity.clustered and tier.name != Tier.PFS

@@ -242,7 +242,6 @@ def _read_command(pid: int) -> str:
 
 
 def format_user(one: FileUserJson) -> str:
-    """Return the line about a process."""
     files = one["files"][:1] + ([f"(and {len(one['files']) - 1} more)"] if len(one["files"]) > 1 else [])
     return f"{one['pid']:>8}  {one['user']:10} {', '.join(one['how']):12} {one['command']:30}  {' '.join(files)}"
 

@@ -47,8 +47,6 @@ class ReadOnlyTree:
 
 
 class HistoryTree(ReadOnlyTree):
-    """Handlers for the inodes of the history."""
-
     def __init__(self, context: MountContext, changes: ChangeRunner, files: FileHandlers, attributes: AttributeHandlers) -> None:
         self._context, self._changes, self._files, self._attributes = context, changes, files, attributes
 
