@@ -405,20 +405,16 @@ class MemberTable:
         self._own_node = own_node
         self._present = {node.number: node for node in last_nodes if node.number != own_node.number}
         self._absent: dict[int, tuple[Node, float]] = {}
-        self._is_connected = False
+        self.is_connected = False
         self._doubt_until_s = 0.0
 
-    @property
-    def is_connected(self) -> bool:
-        return self._is_connected
-
     def mark_disconnected(self) -> None:
-        self._is_connected = False
+        self.is_connected = False
 
     def mark_connected(self, now_s: float) -> None:
         """Note that the store answers again. Other nodes may notice this a moment later."""
-        if not self._is_connected:
-            self._is_connected = True
+        if not self.is_connected:
+            self.is_connected = True
             self._doubt_until_s = now_s + limits.NODE_RETURN_S
             self._absent = {number: (node, min(until_s, self._doubt_until_s)) for number, (node, until_s) in self._absent.items()}
 
@@ -430,8 +426,8 @@ class MemberTable:
     def mark_gone(self, number: int, now_s: float) -> None:
         """Note that the record of a node is gone. After an outage of the store the node counts for longer."""
         node = self._present.pop(number, None)
-        if node is not None and (not self._is_connected or now_s < self._doubt_until_s):
-            self._absent[number] = (node, self._doubt_until_s if self._is_connected else FOREVER)
+        if node is not None and (not self.is_connected or now_s < self._doubt_until_s):
+            self._absent[number] = (node, self._doubt_until_s if self.is_connected else FOREVER)
 
     def replace_nodes(self, nodes: Iterable[Node], now_s: float) -> None:
         found = {node.number: node for node in nodes}

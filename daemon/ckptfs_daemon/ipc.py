@@ -302,17 +302,13 @@ class ProgressSignal:
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
-        self._count = 0
-
-    @property
-    def count(self) -> int:
-        return self._count
+        self.count = 0
 
     def notify(self) -> None:
         with self._condition:
-            self._count += 1
+            self.count += 1
             self._condition.notify_all()
 
     def wait(self, seen_count: int, timeout_s: float) -> None:
         with self._condition:
-            self._condition.wait_for(lambda: self._count > seen_count, timeout_s)
+            self._condition.wait_for(lambda: self.count > seen_count, timeout_s)

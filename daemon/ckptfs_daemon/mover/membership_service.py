@@ -64,7 +64,8 @@ class MembershipService:
         self._db, self._store, self._report = db, store, report
         cached_nodes = (decode_node(record) for record in identity.list_last_members(db))
         self._member_table = MemberTable(node, (one for one in cached_nodes if one is not None))
-        self._view = self._member_table.build_view()
+        self.view = self._member_table.build_view()
+        """The newest known view. This node is always alive in it."""
         self._view_listeners: list[ViewListener] = []
         self._view_may_change = trio.Event()
         self.on_lease_renewed: Callable[[int], None] = lambda _: None
@@ -74,11 +75,6 @@ class MembershipService:
         self.view_loaded = trio.Event()
         """Set once the view comes from the store. Before that, a new node knows no other node."""
         self._trouble = ""
-
-    @property
-    def view(self) -> ClusterView:
-        """The newest known view. This node is always alive in it."""
-        return self._view
 
     @property
     def is_connected(self) -> bool:
@@ -165,10 +161,10 @@ class MembershipService:
                 self.view_loaded.set()
 
     async def _set_view(self, now: ClusterView) -> None:
-        change = ViewChange(self._view, now)
+        change = ViewChange(self.view, now)
         if now == change.before:
             return
-        self._view = now
+        self.view = now
         for words, nodes in (("died", change.dead_nodes), ("joined", change.joined_nodes), ("was started again", change.restarted_nodes)):
             for node in nodes[: limits.NODES_NAMED_MAX]:
                 log.info("node %s %s", node.name, words)
