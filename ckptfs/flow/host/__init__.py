@@ -303,16 +303,14 @@ class Host:
         accepted = {ContentState.SEALED: (None, known.digest), ContentState.DOOMED: (known.digest,)} if known is not None else {}
         if known is None or known.digest is None or digest not in accepted.get(known.state, ()):
             raise _build_not_found(known, f"content {number} is not here, or not in that state")
-        for copy in copies.list_copies(self._db, number):
-            if copy.state is not CopyState.GOOD or copy.tier not in self._tiers or copy.tier is Tier.PFS:
-                continue
+        for tier in copies.list_good_tiers(self._db, number, self._tiers.keys() - {Tier.PFS}):
             try:
-                fd = self._tiers[copy.tier].open(number)
+                fd = self._tiers[tier].open(number)
             except FileNotFoundError:
                 continue
             if is_unchanged(self._db, known):
                 blocks = known.block_digests or b""
-                return OpenCopy(number, known.inode, known.generation, known.size, known.digest, blocks, fd=fd), self._tiers[copy.tier]
+                return OpenCopy(number, known.inode, known.generation, known.size, known.digest, blocks, fd=fd), self._tiers[tier]
             os.close(fd)
         raise _build_not_found(known, f"no copy of content {number} is here")
 

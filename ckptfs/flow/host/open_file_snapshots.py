@@ -12,7 +12,7 @@ from ckptfs import digest, limits
 from ckptfs.catalog import contents, copies, peer_copies
 from ckptfs.catalog.database import Database
 from ckptfs.clique.peer_api import OpenCopy
-from ckptfs.model import ContentState, CopyState, Tier
+from ckptfs.model import ContentState, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -67,7 +67,5 @@ class OpenFileSnapshots:
         return known is not None and known.state in (ContentState.OPEN, ContentState.DOOMED)
 
     def _find_storage(self, content: int) -> TierStorage | None:
-        good_tiers = [
-            copy.tier for copy in copies.list_copies(self._db, content) if copy.state is CopyState.GOOD and copy.tier is not Tier.PFS
-        ]
-        return self._tiers.get(good_tiers[0]) if good_tiers else None
+        tiers = copies.list_good_tiers(self._db, content, self._tiers.keys() - {Tier.PFS})
+        return self._tiers[tiers[0]] if tiers else None

@@ -21,7 +21,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.peer_copies import PeerCopy
 from ckptfs.clique.cluster import Cluster
 from ckptfs.clique.peer_api import Offer, PeerCorrupt, PeerFailed
-from ckptfs.model import Content, ContentState, CopyState, Level, Notifier, Tier
+from ckptfs.model import Content, ContentState, Level, Notifier, Tier
 from ckptfs.tiers import transfer
 from ckptfs.tiers.storage import Tiers
 
@@ -50,10 +50,10 @@ class SnapshotReplicator:
         return set()
 
     def _replicate_once(self, number: int) -> set[int]:
-        tier = next((copy.tier for copy in copies.list_copies(self._db, number) if copy.state is CopyState.GOOD), None)
-        if tier is None or tier is Tier.PFS or tier not in self._tiers:
+        tiers = copies.list_good_tiers(self._db, number, self._tiers.keys() - {Tier.PFS})
+        if not tiers:
             return set()
-        with disk.closing(self._tiers[tier].open(number)) as fd:
+        with disk.closing(self._tiers[tiers[0]].open(number)) as fd:
             # The generation first: of two snapshots, the higher generation was read later and includes all writes of the other.
             snapshot = self._take_snapshot(number, fd)
             size, whole, blocks = transfer.read(fd, label="replicate:open")
