@@ -391,11 +391,10 @@ def _build_tier_table(answer: "pb.Status") -> Any:
     table = build_grid("tier", "health", "used>", "shared>", "free>", "budget>", "contents>", "where")
     for tier in answer.tiers:
         # Other users fill the PFS too, so its usage says nothing about this mount.
-        known = (tier.budget_bytes > 0 and tier.name != "pfs", tier.budget_bytes > 0, tier.budget_bytes > 0)
-        values = (tier.used_bytes, tier.free_bytes, tier.budget_bytes)
-        figures = [format_size(value) if is_known else "-" for value, is_known in zip(values, known, strict=True)]
-        figures.insert(1, format_size(tier.shared_bytes) if tier.shared_bytes else "-")
-        table.add_row(tier.name, _style_word(tier.health), *figures, str(tier.contents), escape(tier.path))
+        used = format_size(tier.used_bytes) if tier.budget_bytes and tier.name != "pfs" else "-"
+        free, budget = (format_size(size) if tier.budget_bytes else "-" for size in (tier.free_bytes, tier.budget_bytes))
+        shared = format_size(tier.shared_bytes) if tier.shared_bytes else "-"
+        table.add_row(tier.name, _style_word(tier.health), used, shared, free, budget, str(tier.contents), escape(tier.path))
     return table
 
 
