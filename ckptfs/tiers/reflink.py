@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from ckptfs import digest, disk, limits
+from ckptfs.bounded_table import BoundedTable
 
 disk.declare_labels("share:clone", "share:range", "share:compare")
 FICLONE = 0x40049409
@@ -185,16 +186,13 @@ class BlockIndex:
     """Blocks of contents of a tier, or of inodes on the PFS. The oldest go first. For one thread."""
 
     def __init__(self) -> None:
-        self._places: dict[bytes, tuple[int, int]] = {}
+        self._places = BoundedTable[bytes, tuple[int, int]](limits.SHARED_BLOCKS_MAX)
 
     def add(self, file: int, block_digests: bytes) -> None:
         """Add the blocks of a file but for holes. Of equal blocks the last one is found."""
         for number, block_digest in enumerate(digest.split_digests(block_digests)):
             if block_digest != digest.ZERO_BLOCK:
-                self._places.pop(block_digest, None)
                 self._places[block_digest] = file, number
-        while len(self._places) > limits.SHARED_BLOCKS_MAX:
-            del self._places[next(iter(self._places))]
 
     @property
     def is_empty(self) -> bool:

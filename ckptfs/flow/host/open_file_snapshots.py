@@ -5,10 +5,10 @@ If we die here: the snapshots are forgotten. A peer asks for a new one.
 
 import os
 import threading
-from collections import OrderedDict
 from dataclasses import replace
 
 from ckptfs import digest, limits
+from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, copies, peer_copies
 from ckptfs.catalog.database import Database
 from ckptfs.clique.peer_api import OpenCopy
@@ -27,7 +27,7 @@ class OpenFileSnapshots:
         self._db = db
         self._tiers = tiers
         self._lock = threading.Lock()
-        self._snapshots: OrderedDict[tuple[int, bytes], OpenCopy] = OrderedDict()
+        self._snapshots = BoundedTable[tuple[int, bytes], OpenCopy](SNAPSHOTS_MAX)
 
     def take_snapshot(self, content: int) -> OpenCopy | None:
         """Return the present state of an open or doomed content; None if it is neither or cannot be read."""
@@ -49,8 +49,6 @@ class OpenFileSnapshots:
         opened = OpenCopy(content, snapshot.inode, snapshot.generation, size, whole, blocks, fd=fd)
         with self._lock:
             self._snapshots[content, whole] = replace(opened, fd=-1)
-            while len(self._snapshots) > SNAPSHOTS_MAX:
-                self._snapshots.popitem(last=False)
         return opened
 
     def open_snapshot(self, content: int, wanted_digest: bytes | None) -> tuple[OpenCopy, TierStorage] | None:
