@@ -296,8 +296,7 @@ def create(path: Path) -> None:
         return
     temporary = path.with_name(path.name + ".new")
     _delete_with_logs(temporary)
-    connection = sqlite3.connect(temporary, isolation_level=None)
-    try:
+    with contextlib.closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
         connection.execute(f"PRAGMA page_size={PAGE_BYTES}")
         # In one transaction: a commit for each statement would sync the disk 260 times, instead of eight.
         connection.executescript("BEGIN;" + resources.files(__package__).joinpath("schema.sql").read_text())
@@ -311,8 +310,6 @@ def create(path: Path) -> None:
         )
         connection.execute("COMMIT")
         connection.execute("PRAGMA journal_mode=WAL")
-    finally:
-        connection.close()
     os.chmod(temporary, 0o600)
     os.rename(temporary, path)
 

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptfs import __version__, config, limits, mount_record, procfs, runtime_dir
+from ckptfs import __version__, config, disk, limits, mount_record, procfs, runtime_dir
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
@@ -130,13 +130,10 @@ def _start_daemon(configured: Config, options: dict[str, str], *, verbose: bool)
     """Start the daemon, wait until it is ready, and return the exit code."""
     ready_fd, daemon_fd = os.pipe()
     command = build_daemon_command(configured.name, configured.mountpoint, format_options(options), daemon_fd)
-    try:
-        with _open_log(configured) as log:
-            daemon = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True, pass_fds=[daemon_fd],
-            )  # fmt: skip
-    finally:
-        os.close(daemon_fd)
+    with disk.closing(daemon_fd), _open_log(configured) as log:
+        daemon = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", start_new_session=True, pass_fds=[daemon_fd],
+        )  # fmt: skip
     answer = read_ready_line(ready_fd)
     if answer == "ok":
         if verbose:

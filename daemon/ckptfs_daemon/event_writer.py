@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ckptfs import event_log
+from ckptfs import disk, event_log
 from ckptfs.event_log import EventKind, LoggedEvent
 
 log = logging.getLogger(__name__)
@@ -89,8 +89,7 @@ class EventWriter:
 def append_lines(directory: Path, lines: list[bytes]) -> None:
     """Append lines to the log; begin another file and delete the oldest if the last one is full."""
     directory.mkdir(mode=0o700, exist_ok=True)
-    lock_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
+    with disk.closing(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as lock_fd:
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
         numbers = event_log.list_files(directory) or [1]
         if event_log.build_path(directory, numbers[-1]).exists():
@@ -99,8 +98,6 @@ def append_lines(directory: Path, lines: list[bytes]) -> None:
         _append_to(event_log.build_path(directory, numbers[-1]), b"".join(lines))
         for number in numbers[: -event_log.FILES_MAX]:
             event_log.build_path(directory, number).unlink(missing_ok=True)
-    finally:
-        os.close(lock_fd)
 
 
 def _append_to(path: Path, data: bytes) -> None:

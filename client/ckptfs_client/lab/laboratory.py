@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckptfs import mountpoint_guard, runtime_dir
+from ckptfs import disk, mountpoint_guard, runtime_dir
 from ckptfs.errors import CkptfsError
 from ckptfs_client.errors import ClientError, CommandFailed, NotInTime, NotPermitted
 from ckptfs_client.json_answers import LabJson, LabNodeJson
@@ -265,8 +265,7 @@ class Laboratory:
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
+        with disk.closing(os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)) as fd:
             until = time.monotonic() + LOCK_WAIT_S
             while True:
                 try:
@@ -277,8 +276,6 @@ class Laboratory:
                         raise NotInTime("another command is changing this lab", remedy="try again when it has ended") from None
                     time.sleep(LOCK_POLL_S)
             yield
-        finally:
-            os.close(fd)
 
 
 def _build_node_status(node: LabNode, links: Mapping[str, tuple[bool, bool]]) -> LabNodeJson:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ckptfs import disk
 from ckptfs.bounded_waits import run_in_time
 from ckptfs.errors import TimedOut
 from ckptfs_client.errors import CommandFailed
@@ -167,11 +168,8 @@ def get_namespace_id(path: Path) -> tuple[int, int] | None:
 
 def enter_namespace(path: Path) -> None:
     """Move the calling thread, and what it starts, into a namespace. Raises OSError."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
+    with disk.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
         _check(_libc.setns(fd, CLONE_NEWNET), f"{path} cannot be entered")
-    finally:
-        os.close(fd)
 
 
 def run_in_namespace(path: Path, act: Callable[[], Result]) -> Result:

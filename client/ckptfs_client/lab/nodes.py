@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptfs import limits, mount_record, mountpoint_guard, runtime_dir
+from ckptfs import disk, limits, mount_record, mountpoint_guard, runtime_dir
 from ckptfs.bounded_waits import wait_ready
 from ckptfs_client import mount_helper
 from ckptfs_client.errors import CommandFailed, NotInTime
@@ -261,24 +261,17 @@ def _get_process_name(pid: int) -> str:
 
 
 def _send_signal(pid: int, namespace: Path, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        pidfd = os.pidfd_open(pid)
-        try:
-            if network.get_namespace_id(Path(f"/proc/{pid}/ns/net")) == network.get_namespace_id(namespace):
-                signal.pidfd_send_signal(pidfd, number)
-        finally:
-            os.close(pidfd)
+    with contextlib.suppress(ProcessLookupError), disk.closing(os.pidfd_open(pid)) as pidfd:
+        if network.get_namespace_id(Path(f"/proc/{pid}/ns/net")) == network.get_namespace_id(namespace):
+            signal.pidfd_send_signal(pidfd, number)
 
 
 def _wait_for_exit(pids: Sequence[int], until: float) -> None:
     """Wait until the processes have ended, or until the time has come."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(pid)
-            try:
+            with disk.closing(os.pidfd_open(pid)) as pidfd:
                 wait_ready(pidfd, select.POLLIN, until - time.monotonic())
-            finally:
-                os.close(pidfd)
             # A child of this process stays a zombie until it is waited for.
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckptfs import procfs
+from ckptfs import disk, procfs
 from ckptfs.procfs import MountEntry
 from ckptfs.quantities import format_count, format_size
 from ckptfs_client import render
@@ -150,14 +150,12 @@ def _find_target(path: Path, inode: int) -> Target:
         fd = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError as failure:
         raise build_path_error(path, failure) from failure
-    try:
+    with disk.closing(fd):
         entry, text = procfs.find_mount_of(fd), os.readlink(f"/proc/self/fd/{fd}")
         inner = None if entry is None else _get_inner_path(entry, text)
         if entry is None or inner is None:
             raise CommandFailed(f"{path}: its mount cannot be found")
         return Target(entry, inode, inner, os.path.isdir(f"/proc/self/fd/{fd}"))
-    finally:
-        os.close(fd)
 
 
 def _get_inner_path(entry: MountEntry, text: str) -> str | None:

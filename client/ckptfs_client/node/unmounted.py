@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptfs import config, event_log, mount_record, mountpoint_guard, runtime_dir
+from ckptfs import config, disk, event_log, mount_record, mountpoint_guard, runtime_dir
 from ckptfs.mount_record import MountRecord
 from ckptfs_client.errors import CommandFailed, UsageError
 from ckptfs_client.json_answers import MountJson
@@ -104,12 +104,9 @@ def _is_locked(state: Path) -> bool:
 @contextlib.contextmanager
 def _locked(state: Path) -> Iterator[None]:
     """Hold the lock of a state directory. Raises OSError if a daemon holds it."""
-    fd = os.open(state / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
+    with disk.closing(os.open(state / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
-    finally:
-        os.close(fd)
 
 
 def describe_all() -> list[MountJson]:

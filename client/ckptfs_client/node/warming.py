@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.model import Tier
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.quantities import format_count, format_size
@@ -151,14 +151,11 @@ class Reading:
                 self.results.put((file, failure))
 
     def _read_file(self, path: str, number: int) -> None:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
+        with disk.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)) as fd:
             while not self.is_ended.is_set() and (count := len(os.read(fd, READ_BYTES))):
                 self._read[number] += count
             # What is in RAM now is not wanted in the page cache, too.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
 
 
 def is_here(file: WarmFile, record: pb.Record) -> bool:

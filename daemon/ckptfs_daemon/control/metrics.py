@@ -9,6 +9,7 @@ How long steps take, and how many bytes they move, this process knows itself (`s
 few threads, of which one at a time makes the text, and the text is used again while it is fresh. Without figures it answers 503.
 """
 
+import contextlib
 import itertools
 import logging
 from collections import Counter
@@ -242,10 +243,8 @@ class MetricsEndpoint:
                 await trio.sleep(limits.RETRY_LAST_S)
                 continue
             log.info("metrics at %s: served", self._address)
-            try:
+            with contextlib.closing(server):
                 await trio.to_thread.run_sync(server.serve, abandon_on_cancel=True, limiter=self._threads)
-            finally:
-                server.close()
 
     def _answer(self, request: HttpRequest) -> HttpReply:
         if request.path != "/metrics":

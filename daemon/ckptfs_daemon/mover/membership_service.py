@@ -128,12 +128,9 @@ class MembershipService:
 
     async def _watch_nodes(self, revision: int) -> None:
         """Apply every change from that revision on, until the watch ends."""
-        watch = self._store.watch(NODES_PREFIX, NODES_END, revision)
-        try:
+        with contextlib.closing(self._store.watch(NODES_PREFIX, NODES_END, revision)) as watch:
             while (events := await _run_in_thread(lambda: next(watch, None))) is not None:
                 self._apply_events(events)
-        finally:
-            watch.close()
 
     def _apply_events(self, batch: WatchEvents) -> None:
         self._watch_backoff.reset()

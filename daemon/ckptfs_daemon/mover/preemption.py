@@ -9,6 +9,7 @@ A source that fails is asked again, and said once. Nothing else waits for it.
 Crash safety: the next mover watches again. A notice that still exists is found again, and drained again.
 """
 
+import contextlib
 import http.client
 import json
 import logging
@@ -90,12 +91,10 @@ def build_ask(url: str) -> Ask:
 
     def ask(method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection(parsed.hostname or "", parsed.port or 80, timeout=limits.PREEMPTION_ANSWER_S)
-        try:
+        with contextlib.closing(connection):
             connection.request(method, path, headers=dict(headers))
             answer = connection.getresponse()
             return answer.status, answer.read(limits.PREEMPTION_ANSWER_BYTES_MAX)
-        finally:
-            connection.close()
 
     return ask
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from ckptfs import limits, procfs
+from ckptfs import disk, limits, procfs
 from ckptfs_daemon import ipc
 from ckptfs_daemon.ipc import ChildSetup, ServeRole
 
@@ -168,10 +168,8 @@ def run_forked(act: Callable[[], None]) -> None:
         return 0
 
     with open(read_fd, "rb") as pipe:
-        try:
+        with disk.closing(write_fd):
             pid = fork(report, [write_fd])
-        finally:
-            os.close(write_fd)
         outcome = pipe.read()
     os.waitpid(pid, 0)
     failure = pickle.loads(outcome) if outcome else ChildProcessError("a process of the daemon was killed at its start")

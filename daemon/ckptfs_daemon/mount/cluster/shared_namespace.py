@@ -306,12 +306,9 @@ class SharedNamespace(LocalNamespace):
                 load = functools.partial(read_all, self._store, prefix, keys_only=True)
                 revision, items = await trio.to_thread.run_sync(load, abandon_on_cancel=True)
                 on_keys([item.key for item in items])
-                watch = self._store.watch(prefix, prefix_end(prefix), revision + 1)
-                try:
+                with contextlib.closing(self._store.watch(prefix, prefix_end(prefix), revision + 1)) as watch:
                     while (batch := await next_events(watch)) is not None:
                         on_keys([event.key for event in batch.events if event.item is not None])
-                finally:
-                    watch.close()
             except CkptfsError as failure:
                 log.debug("etcd: %s: cannot be watched: %s; reading it again", prefix.decode(), failure)
             await trio.sleep(limits.STORE_PROBE_S)

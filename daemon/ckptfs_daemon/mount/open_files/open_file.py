@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import trio
 
-from ckptfs import limits
+from ckptfs import disk, limits
 from ckptfs.catalog import contents, copies, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
@@ -211,10 +211,8 @@ class OpenFile:
         if self.fd < 0:
             self.fd = fd
             return
-        try:
+        with disk.closing(fd):
             os.dup2(fd, self.fd, inheritable=False)
-        finally:
-            os.close(fd)
 
     def take_fd(self) -> int:
         """Return the descriptor for the caller to close; -1 without one."""
