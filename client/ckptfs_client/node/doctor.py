@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
-from ckptfs import cgroups, limits, procfs
+from ckptfs import cgroups, disk, limits, procfs
 from ckptfs.quantities import format_count, format_duration, format_size
 from ckptfs_client.errors import ClientError
 from ckptfs_client.render import describe_service_memory, describe_survival, get_memory_remedy
@@ -171,8 +171,7 @@ def _check_daemon() -> Iterator[Finding]:
 def _check_leases() -> Iterator[Finding]:
     """Try a read lease: the mover holds one while it seals a file."""
     directory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    with tempfile.NamedTemporaryFile(dir=directory) as file:
-        fd = os.open(file.name, os.O_RDONLY)
+    with tempfile.NamedTemporaryFile(dir=directory) as file, disk.closing(os.open(file.name, os.O_RDONLY)) as fd:
         file.file.close()
         try:
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_RDLCK)
@@ -181,8 +180,6 @@ def _check_leases() -> Iterator[Finding]:
         except OSError as failure:
             remedy = "sysctl fs.leases-enable=1"
             yield Finding("leases", NOTE, f"do not work ({failure.strerror}): files are sealed by comparing times instead", remedy)
-        finally:
-            os.close(fd)
 
 
 def _check_memory() -> Iterator[Finding]:
