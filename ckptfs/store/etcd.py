@@ -39,7 +39,6 @@ from ckptfs.store.kv import (
     ENDLESS,
     WAIT_S,
     Compare,
-    CompareTarget,
     Delete,
     Event,
     Get,
@@ -60,13 +59,6 @@ _RELATIONS = {
     ">": pb.Compare.CompareResult.GREATER,
 }
 
-_TARGETS = {
-    CompareTarget.VERSION: "version",
-    CompareTarget.CREATE: "create_revision",
-    CompareTarget.MOD: "mod_revision",
-    CompareTarget.VALUE: "value",
-}
-
 # The connection broke, or the member is stopping, has no leader or is too slow: another try may succeed.
 _TRANSIENT_CODES = {
     grpc.StatusCode.UNAVAILABLE,
@@ -76,10 +68,6 @@ _TRANSIENT_CODES = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.ABORTED,
 }
-
-
-_INVALID_DETAILS = ("request is too large", "duplicate key", "message larger than max")
-"""What etcd and gRPC say of a transaction that no member will ever apply."""
 
 # A member without a leader fails the call at once instead of waiting for one.
 CALL_METADATA = (("hasleader", "true"),)
@@ -469,6 +457,14 @@ class AnswerTooLarge(StoreRefused):
     """The response exceeds the message limit."""
 
 
+_REFUSALS: dict[str, type[CkptfsError]] = {
+    "compacted": Compacted, "lease not found": LeaseGone, "Received message larger": AnswerTooLarge,
+    # No member will ever apply such a transaction.
+    **dict.fromkeys(("request is too large", "duplicate key", "message larger than max"), TransactionInvalid),
+}  # fmt: skip
+"""The errors by what etcd and gRPC say."""
+
+
 class EtcdCodec:
     """Translation between the store's values and etcd's messages, for one cluster."""
 
@@ -513,7 +509,7 @@ class EtcdCodec:
             key=self.encode_key(compare.key),
             range_end=self.encode_end(compare.end),
         )
-        setattr(message, _TARGETS[compare.target], compare.value)
+        setattr(message, compare.target, compare.value)
         return message
 
     def _encode_operation(self, operation: Operation) -> pb.RequestOp:
@@ -549,14 +545,7 @@ def build_error(code: grpc.StatusCode | None, details: str, address: str) -> Ckp
         return StoreUnreachable(
             f"etcd at {address} does not answer: {describe_connection_fault(details)}", remedy="check that etcd runs and has a leader"
         )
-    if "compacted" in details:
-        return Compacted(f"etcd at {address}: {details}")
-    if "lease not found" in details:
-        return LeaseGone(f"etcd at {address}: {details}")
-    if "Received message larger" in details:
-        return AnswerTooLarge(f"etcd at {address}: {details}")
     if "too many operations" in details:
         return TooManyOperations(f"etcd at {address}")
-    if any(words in details for words in _INVALID_DETAILS):
-        return TransactionInvalid(f"etcd at {address}: {details}")
-    return StoreRefused(f"etcd at {address} refused: {details or code}")
+    refusal = next((kind for words, kind in _REFUSALS.items() if words in details), None)
+    return StoreRefused(f"etcd at {address} refused: {details or code}") if refusal is None else refusal(f"etcd at {address}: {details}")

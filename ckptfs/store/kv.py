@@ -14,7 +14,7 @@ Crash safety: a transaction is applied or not; leases expire.
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 from typing import Literal, Protocol
 
 from ckptfs import limits
@@ -71,13 +71,13 @@ class Delete:
 Operation = Get | Put | Delete
 
 
-class CompareTarget(IntEnum):
-    """The part of a key that is compared. For a missing key it is 0; comparisons of values fail."""
+class CompareTarget(StrEnum):
+    """The compared part of a key, as etcd names it. Of a missing key it is 0; comparing its value fails."""
 
-    VERSION = 0
-    CREATE = 1
-    MOD = 2
-    VALUE = 3
+    VERSION = "version"
+    CREATE = "create_revision"
+    MOD = "mod_revision"
+    VALUE = "value"
 
 
 @dataclass(frozen=True, slots=True)
