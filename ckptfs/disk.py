@@ -96,6 +96,16 @@ def closing(fd: int) -> Iterator[int]:
         os.close(fd)
 
 
+@contextlib.contextmanager
+def closing_on_failure(fd: int) -> Iterator[int]:
+    """Close a descriptor if the block fails. Otherwise it is the caller's."""
+    try:
+        yield fd
+    except BaseException:
+        os.close(fd)
+        raise
+
+
 def _count_call(label: str) -> str:
     """Count a call of `label` and return its action; empty for none."""
     assert label in LABELS, f"undeclared disk label {label}"

@@ -20,7 +20,7 @@ import struct
 import threading
 from pathlib import Path
 
-from ckptfs import limits
+from ckptfs import disk, limits
 
 _SLOT = struct.Struct("<qq")
 _SLOTS_MAX = 64
@@ -67,16 +67,12 @@ class GrowthTable:
         """Open the table and take a free slot, unless this process has one."""
         if self._fd >= 0:
             return
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
+        with disk.closing_on_failure(os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)) as fd:
             if os.fstat(fd).st_size < _SLOT.size * _SLOTS_MAX:
                 os.ftruncate(fd, _SLOT.size * _SLOTS_MAX)
             self._slot = _take_slot(fd)
             announced, _ = _SLOT.unpack(os.pread(fd, _SLOT.size, self._slot * _SLOT.size))
             self._announced_bytes = self._written_bytes = announced
-        except BaseException:
-            os.close(fd)
-            raise
         self._fd = fd
 
     def close(self) -> None:

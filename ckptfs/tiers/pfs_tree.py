@@ -335,12 +335,9 @@ def open_published(pfs: Path, known: FetchState) -> int:
     with disk.closing(directory_fd):
         # O_NONBLOCK: the open of a fifo must not hang.
         fd = _open_entry("pfs:open", directory_fd, known.pfs_names[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
+    with disk.closing_on_failure(fd):
         if not matches_catalog(fd, known.published):
             raise posix_error(errno.ESTALE, "the file on the PFS was changed externally")
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

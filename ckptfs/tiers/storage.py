@@ -152,11 +152,8 @@ class TierStorage(TierRoot):
             fd = os.open(file_name(content), os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.directory)
         except FileNotFoundError:
             return -1
-        try:
+        with disk.closing_on_failure(fd):
             self.remove(content)
-        except BaseException:
-            os.close(fd)
-            raise
         return fd
 
     def exists(self, content: int) -> bool:

@@ -7,7 +7,7 @@ import os
 import threading
 from dataclasses import replace
 
-from ckptfs import digest, limits
+from ckptfs import digest, disk, limits
 from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, copies, peer_copies
 from ckptfs.catalog.database import Database
@@ -34,8 +34,7 @@ class OpenFileSnapshots:
         storage = self._find_storage(content)
         if storage is None:
             return None
-        fd = storage.open(content)
-        try:
+        with disk.closing_on_failure(storage.open(content)) as fd:
             # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
             snapshot = peer_copies.record_open_snapshot(self._db, content) or contents.get_content(self._db, content)
             size, whole, blocks = transfer.read(fd, label="host:open")
@@ -43,9 +42,6 @@ class OpenFileSnapshots:
             if snapshot is None or not is_read or not self._is_unsealed(content):
                 os.close(fd)
                 return None
-        except BaseException:
-            os.close(fd)
-            raise
         opened = OpenCopy(content, snapshot.inode, snapshot.generation, size, whole, blocks, fd=fd)
         with self._lock:
             self._snapshots[content, whole] = replace(opened, fd=-1)

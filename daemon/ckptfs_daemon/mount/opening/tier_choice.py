@@ -48,13 +48,9 @@ async def create_file(storage: TierStorage, content: int, flags: int, times: tup
     """
 
     def create() -> tuple[int, PfsFacts | None]:
-        fd = storage.create(content, flags)
-        try:
+        with disk.closing_on_failure(storage.create(content, flags)) as fd:
             os.utime(fd, ns=times)
             return fd, read_pfs_facts(fd) if storage.tier is Tier.PFS else None
-        except BaseException:
-            os.close(fd)
-            raise
 
     def discard(created: tuple[int, PfsFacts | None]) -> None:
         close_logged(created[0], storage.tier)
