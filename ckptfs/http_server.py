@@ -188,14 +188,10 @@ def _listen(address: str) -> list[socket.socket]:
         return [_bind_unix(address.removeprefix(UNIX_PREFIX))]
     host, _, port = address.rpartition(":")
     found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    opened: list[socket.socket] = []
-    try:
-        for family, where in dict.fromkeys((one[0], one[4]) for one in found):
-            opened.append(socket.create_server(where, family=family, backlog=BACKLOG))
-    except BaseException:
-        for one in opened:
-            one.close()
-        raise
+    places = dict.fromkeys((one[0], one[4]) for one in found)
+    with contextlib.ExitStack() as stack:
+        opened = [stack.enter_context(socket.create_server(where, family=family, backlog=BACKLOG)) for family, where in places]
+        stack.pop_all()  # They stay open.
     return opened
 
 
@@ -209,12 +205,10 @@ def _bind_unix(path: str) -> socket.socket:
             if probe.connect_ex(path) != errno.ECONNREFUSED:
                 raise OSError(errno.EADDRINUSE, "another process serves this socket")
         os.unlink(path)
-    listening = socket.socket(socket.AF_UNIX)
-    try:
+    with contextlib.ExitStack() as stack:
+        listening = stack.enter_context(socket.socket(socket.AF_UNIX))
         listening.bind(path)
         os.chmod(path, SOCKET_MODE)
         listening.listen(BACKLOG)
-    except BaseException:
-        listening.close()
-        raise
+        stack.pop_all()  # It stays open.
     return listening
