@@ -15,7 +15,7 @@ import grpc
 from google.protobuf.message_factory import GetMessageClass
 
 from ckptfs import limits
-from ckptfs.errors import CkptfsError, InvalidArgument, TierUnavailable, TimedOut, posix_error
+from ckptfs.errors import CkptfsError, InvalidArgument, TierUnavailable, posix_error
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.server_limits import CallWatchdog, RefusedCalls, parse_message
 
@@ -78,8 +78,6 @@ def _abort(refused: RefusedCalls, context: grpc.ServicerContext, failure: Ckptfs
     """End the call with the status of `failure`, and count it."""
     if isinstance(failure, InvalidArgument):
         code = grpc.StatusCode.FAILED_PRECONDITION
-    elif isinstance(failure, TimedOut):
-        code = grpc.StatusCode.DEADLINE_EXCEEDED
     elif isinstance(failure, TierUnavailable):
         code = grpc.StatusCode.UNAVAILABLE
     else:
