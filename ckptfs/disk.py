@@ -21,7 +21,7 @@ HANG_POLL_S = 0.02
 INTEGER_MAX = 2**63 - 1
 LABELS: set[str] = set()
 _calls: Counter[str] = Counter()
-_has_lasting_numbers: dict[int, bool] = {}
+_renumbering_device = 0
 _fault = os.environ.get("CKPTFS_FAULT", "")
 
 
@@ -71,15 +71,15 @@ def bound_status(found: os.stat_result) -> os.stat_result:
     return os.stat_result((found.st_mode, found.st_ino & INTEGER_MAX, *found[2:]), fields)
 
 
-def examine_inode_numbers(device: int, are_lasting: Callable[[], bool]) -> None:
-    """Find out, once, whether the files of a filesystem keep their inode numbers as long as they exist."""
-    if device not in _has_lasting_numbers:
-        _has_lasting_numbers[device] = are_lasting()
+def record_inode_numbers(device: int, *, are_lasting: bool) -> None:
+    """Record whether the files of the PFS, at `device`, keep their inode numbers as long as they exist."""
+    global _renumbering_device
+    _renumbering_device = 0 if are_lasting else device
 
 
 def get_lasting_ino(found: os.stat_result) -> int:
     """Return the inode number of a file; 0 if its filesystem may give it another one later."""
-    return found.st_ino if _has_lasting_numbers.get(found.st_dev, True) else 0
+    return 0 if found.st_dev == _renumbering_device else found.st_ino
 
 
 def bound_time(time_ns: int) -> int:

@@ -234,7 +234,7 @@ def open_adopted_root(db: Database, pfs: Path, *, may_mark: bool = True) -> int:
 def open_checked(pfs: Path, check: Callable[[int], None]) -> int:
     """Open the directory `pfs=`. Close it if `check` raises."""
     with disk.closing_on_failure(open_directory("scan:root", pfs)) as fd:
-        disk.examine_inode_numbers(os.fstat(fd).st_dev, lambda: _has_lasting_inode_numbers(fd))
+        disk.record_inode_numbers(os.fstat(fd).st_dev, are_lasting=_has_lasting_inode_numbers(fd))
         check(fd)
     return fd
 

@@ -21,7 +21,8 @@ from ckptfs.tiers.pfs_tree import open_published
 @pytest.fixture
 def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Mount:
     made = Mount(tmp_path)
-    monkeypatch.setitem(disk._has_lasting_numbers, made.pfs.stat().st_dev, False)
+    monkeypatch.setattr(pfs_identity, "_has_lasting_inode_numbers", lambda fd: False)
+    monkeypatch.setattr(disk, "_renumbering_device", 0)
     return made
 
 
@@ -120,7 +121,7 @@ def test_what_others_changed_is_still_seen(mount: Mount) -> None:
 def test_which_filesystems_may_number_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fstype: str, lasting: bool) -> None:
     mounted = procfs.list_mount_entries()[0]
     monkeypatch.setattr(procfs, "find_mount_of", lambda fd: replace(mounted, fstype=fstype))
-    monkeypatch.setattr(disk, "_has_lasting_numbers", {})
+    monkeypatch.setattr(disk, "_renumbering_device", 0)
     os.close(pfs_identity.open_checked(tmp_path, lambda fd: None))
     found = tmp_path.stat()
     assert disk.get_lasting_ino(found) == (found.st_ino if lasting else 0)
