@@ -208,9 +208,7 @@ async def test_who_dies_before_a_newer_state_appears_has_not_written_it_back(clu
     await cluster.settle()
     content = await dead.put("f", b"newer")
     await settled(cluster.nodes)
-    cluster.deadly = {label}
-    while cluster.deadly:
-        await cluster.step(dead)
+    await cluster.kill_mover_at(dead, label)
     two.hold(dead, content)
     one.hold(dead, content)
     dead.die()

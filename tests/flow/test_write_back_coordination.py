@@ -404,9 +404,7 @@ async def test_a_mover_that_dies_finds_out_how_far_its_batch_came(cluster: Write
     await one.mkdir("d")
     await one.put("d/f", b"1")
     await one.put("d/g", b"2")
-    cluster.deadly = {label}
-    while cluster.deadly:
-        await cluster.step(one)
+    await cluster.kill_mover_at(one, label)
     await two.rename("d/f", "f")
     await two.unlink("d/g")
     await two.rename("d", "e")
@@ -433,9 +431,7 @@ async def test_what_a_mover_was_making_goes_from_a_directory_that_was_moved(clus
     await one.mkdir("d")
     await cluster.settle()
     await two.put("d/f", b"2")
-    cluster.deadly = {label}
-    while cluster.deadly:
-        await cluster.step(two)
+    await cluster.kill_mover_at(two, label)
     await one.rename("d", "e")
     await cluster.write_back_all(one)
     await two.unlink("e/f")
@@ -475,9 +471,7 @@ def test_an_interrupted_batch_is_not_finished_in_another_directory_of_that_name(
         await one.mkdir("d")
         await cluster.settle()
         await two.put("d/f", b"2")
-        cluster.deadly = {"write_back:intent_announced"}
-        while cluster.deadly:
-            await cluster.step(two)
+        await cluster.kill_mover_at(two, "write_back:intent_announced")
 
         async def replace_meanwhile() -> None:
             await one.rename("d", "e")
@@ -1045,9 +1039,7 @@ async def test_a_directory_that_another_node_is_just_exchanging_is_waited_for(cl
     await one.put("e/f", b"1")
     await cluster.settle()
     await one.exchange("d", "e")
-    cluster.deadly = {"write_back:directory"}
-    while cluster.deadly:
-        await cluster.step(one)
+    await cluster.kill_mover_at(one, "write_back:directory")
     await two.put("d/f", b"2")
     for _ in range(4):
         await cluster.step(two)
@@ -1204,9 +1196,7 @@ async def test_a_long_wait_for_other_nodes_is_a_trouble(cluster: WriterCluster, 
     await one.mkdir("d")
     await cluster.settle()
     await one.put("d/f", b"1")
-    cluster.deadly = {"write_back:intent_announced"}
-    while cluster.deadly:
-        await cluster.step(one)
+    await cluster.kill_mover_at(one, "write_back:intent_announced")
     await two.rename("d/f", "d/g")
     await two.put("d/f", b"2")
     await cluster.write_back_all(two)

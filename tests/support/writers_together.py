@@ -238,6 +238,12 @@ class WriterCluster:
         finally:
             node.busy, self.depth = False, self.depth - 1
 
+    async def kill_mover_at(self, node: Writer, label: str) -> None:
+        """Let its write-back go on until its mover dies at this disk operation."""
+        self.deadly = {label}
+        while self.deadly:
+            await self.step(node)
+
     async def write_back_all(self, node: Writer) -> None:
         """Let its write-back go on until it rests."""
         while await self.step(node):
