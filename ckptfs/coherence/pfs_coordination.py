@@ -46,6 +46,7 @@ from ckptfs.coherence.keys import (
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.value_checks import UNREADABLE, decode_item, parse_key, parse_value
 from ckptfs.errors import Busy
+from ckptfs.lifecycle import is_same_file
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Operation, Put, Transactions, iter_pages, read_all
 
@@ -510,7 +511,7 @@ def _is_shown(step: list[Any], found: ObservedStat | None) -> bool:
         return found is None and not inode
     if found.ino or ino:
         return bool(ino == found.ino)
-    return published is not None and (published[2], published[3]) == (found.size, found.mtime_ns)
+    return published is not None and is_same_file((published[2], published[3], ino), (found.size, found.mtime_ns, found.ino))
 
 
 def _get_ino(state: Value) -> int | None:
