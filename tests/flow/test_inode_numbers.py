@@ -38,7 +38,6 @@ def renumber(directory: Path) -> None:
             for one in path.iterdir():
                 one.rename(aside / one.name)
             path.rmdir()
-            shutil.copystat(path.parent, aside)
             aside.chmod(status.st_mode & 0o7777)
         else:
             shutil.copy2(path, aside)
