@@ -17,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+# gRPC reads this when it is imported. Its handlers of forks let a fork die before it starts a program, or stop the calls of its parent.
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
 import pytest
 from daemon_under_test import DAEMONS, REPOSITORY, Area, DaemonUnderTest, NotStarted, deadline
 from etcd_server import etcd as etcd

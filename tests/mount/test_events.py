@@ -13,17 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from another_user import as_user
-from ckptfs_client import json_answers, mounts
-from ckptfs_client.analysis import event_source
-from ckptfs_client.sets import set_history
+from another_user import run_as_user
+from ckptfs_client import json_answers
 from daemon_under_test import Area, DaemonUnderTest, environment, eventually
 
 from ckptfs import event_log
 
 pytestmark = [pytest.mark.fuse, pytest.mark.parametrize("data_path", ["passthrough"], indirect=True, scope="session")]
-LOADED = (event_source, set_history)
-"""What is loaded before a process becomes another user."""
 JOB = """
 import sys, zipfile
 for line in sys.stdin:
@@ -173,11 +169,10 @@ def test_other_users_see_what_they_may_list(mount: Area) -> None:
         wait_for(mount, "complete", series=f"{mount.path.name}/{name}/step_*.pt")
 
     def look(uid: int, *expected: str) -> None:
-        def act() -> None:
-            found = [event.get_text("series") for event in event_source.EventSource(mounts.find(mount.path)).list_events()]
-            assert {Path(one).parent.name for one in found if one.startswith(mount.path.name + "/")} == set(expected)
-
-        assert as_user(act, uid) == "ok"
+        done = run_as_user("events", mount.path, "--json", uid=uid)
+        assert done.returncode == 0, done.stdout
+        found = [str(json.loads(line).get("series", "")) for line in done.stdout.splitlines()]
+        assert {Path(one).parent.name for one in found if one.startswith(mount.path.name + "/")} == set(expected)
 
     look(1234, "open", "private")
     look(4321, "open")

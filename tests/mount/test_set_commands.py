@@ -1,14 +1,11 @@
 """The commands about checkpoint sets on a real mount, with a series of `torch.save` that the job rotates. D1, D2, D12, H8, H10, N2, X3."""
 
-import contextlib
-import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,8 +13,7 @@ from typing import Any
 
 import pytest
 import xxhash
-from another_user import as_user
-from ckptfs_client import __main__ as entry
+from another_user import run_as_user
 from ckptfs_client.sets import newest, set_changes, set_listing
 from daemon_under_test import REPOSITORY, Area, DaemonUnderTest, environment, eventually
 from programs import refusal
@@ -173,17 +169,6 @@ def test_pins_and_notes(mount: Area) -> None:
     assert [(row["pinned"], row["note"]) for row in listed(mount, series)] == [(False, "")]
 
 
-def run_here(*words: str) -> tuple[int, str]:
-    """Run the command in this process, whose user may not be able to start another one; exit code and output."""
-    output = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        patch.setattr(sys, "argv", ["ckptfs", *words])
-        with pytest.raises(SystemExit) as end:
-            entry.main()
-            raise SystemExit(0)
-    return int(end.value.code or 0), output.getvalue()
-
-
 @pytest.mark.others
 def test_what_other_users_may(mount: Area) -> None:
     """F6: they list what they may read, and change nothing; of a private series they see no name."""
@@ -195,23 +180,13 @@ def test_what_other_users_may(mount: Area) -> None:
     wait_for(mount, mount.path / "step_*", "step_1@1")
     wait_for(mount, private / "step_*", "step_5@1")
     mount.command("annotate", private / "step_5", "secret")
-    for words in ("list", "show", "pin"):
-        assert run_here(words, "/")[0] == 3, "what the commands load is loaded now: the other user may not be able to"
 
-    with tempfile.TemporaryFile("w+") as answers:
-
-        def act() -> None:
-            asked = (f"list {mount.daemon.path}", f"list {mount.path}/step_*", f"list {private}", f"show {private}/step_5@1", f"pin {one}")
-            for words in asked:
-                print(json.dumps(run_here(*words.split())), file=answers)
-            answers.flush()
-
-        assert as_user(act) == "ok"
-        answers.seek(0)
-        every, own, listing, show, pin = map(json.loads, answers)
-    assert every[0] == own[0] == 0 and "step_1@1" in own[1] and "step_1@1" in every[1]
-    assert (listing[0], show[0], pin[0]) == (1, 1, 5), (listing, show, pin)
-    assert not any("step_5" in text.replace(f"{private}/step_5", "") or "secret" in text for _, text in (every, own, listing, show))
+    every, own = run_as_user("list", mount.daemon.path), run_as_user("list", f"{mount.path}/step_*")
+    listing, show, pin = run_as_user("list", private), run_as_user("show", f"{private}/step_5@1"), run_as_user("pin", one)
+    assert every.returncode == own.returncode == 0 and "step_1@1" in own.stdout and "step_1@1" in every.stdout
+    assert (listing.returncode, show.returncode, pin.returncode) == (1, 1, 5), (listing, show, pin)
+    told = "".join(done.stdout for done in (every, own, listing, show))
+    assert "step_5" not in told.replace(f"{private}/step_5", "") and "secret" not in told
     assert [row["note"] for row in listed(mount, private / "step_*")] == ["secret"]
 
 

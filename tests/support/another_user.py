@@ -1,31 +1,40 @@
-"""Runs a function as another user, in a child process: what a stranger may and may not do."""
+"""Runs code as another user, in a child process: what a stranger may and may not do."""
 
 import errno
-import functools
-import importlib
 import os
-import pkgutil
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-import ckptfs_client
+from daemon_under_test import environment
 
 STRANGER = 65534
 OTHER_STRANGER = 65533
-
-
-@functools.cache
-def import_client() -> None:
-    """Import what a client imports at its first call: other users may not reach this tree, as below /root."""
-    importlib.import_module("grpc._channel")
-    for module in pkgutil.walk_packages(ckptfs_client.__path__, "ckptfs_client."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+COMMAND_S = 60.0
+_COMMAND = """
+import importlib, os, pkgutil, sys
+uid = int(sys.argv.pop(1))
+import ckptfs_client
+from ckptfs_client.__main__ import main
+importlib.import_module("grpc._channel")
+for module in pkgutil.walk_packages(ckptfs_client.__path__, "ckptfs_client."):
+    importlib.import_module(module.name)
+os.setgroups([])
+os.setresgid(uid, uid, uid)
+os.setresuid(uid, uid, uid)
+main()
+"""
+"""It imports what a command imports, and then becomes the other user, who may not reach this tree (as below /root)."""
 
 
 def as_user(act: Callable[[], object], uid: int = STRANGER, gid: int | None = None, groups: tuple[int, ...] = ()) -> str:
-    """'ok', or the name of the errno with which `act` was refused to that user. Other exceptions fail the test."""
-    import_client()
+    """'ok', or the name of the errno with which `act` was refused to that user. Other exceptions fail the test.
+
+    It runs in a fork, where gRPC does not work: see `run_as_user`.
+    """
     read_end, write_end = os.pipe()
     child = os.fork()
     if child == 0:
@@ -50,3 +59,10 @@ def as_user(act: Callable[[], object], uid: int = STRANGER, gid: int | None = No
     os.waitpid(child, 0)
     assert "Traceback" not in answer, answer
     return answer
+
+
+def run_as_user(*words: str | Path, uid: int = STRANGER) -> "subprocess.CompletedProcess[str]":
+    """Run a command of `ckptfs` as that user; its stdout has stderr, too."""
+    command = [sys.executable, "-c", _COMMAND, str(uid), *map(str, words)]
+    ways: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": environment()}
+    return subprocess.run(command, **ways, timeout=COMMAND_S, check=False)
