@@ -12,6 +12,7 @@ import re
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ CONTROLLER = "10.111.0.1"
 TURN_S = 120.0
 SLICE_S = 0.0001
 LOG_LINES = 30
+HELD = 'until [ -e go-$SLURM_ARRAY_TASK_ID ]; do sleep 0.1; done; exec python3 "$@"'
+"""A task runs for a second, and the test must find it before."""
 # A requeued job waits for cred_expire.
 SLURM_CONF = """
 ClusterName=lab
@@ -281,9 +284,9 @@ def freeze_in_save(slurm: SlurmUnderTest, node: str) -> str:
         for pid in slurm.programs(node):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGSTOP)
-                for fd in os.listdir(f"/proc/{pid}/fd"):
-                    name = Path(os.readlink(f"/proc/{pid}/fd/{fd}")).name
-                    if name.startswith("step_"):
+                for fd in Path(f"/proc/{pid}/fd").iterdir():
+                    name = fd.readlink().name
+                    if name.startswith("step_") and fd.lstat().st_mode & stat.S_IWUSR:
                         return name
                 os.kill(pid, signal.SIGCONT)
         return ""
@@ -300,13 +303,17 @@ def test_a_chain_of_tasks_outlives_a_node(slurm: SlurmUnderTest, lab: ClusterUnd
     slurm.type("sudo install -d -o alice /ckpt/alice")
     slurm.type("cp -r /opt/ckptfs/share/slurm run1 && cd run1")
     slurm.begin_long_job()
-    chain = slurm.submit("sbatch array.sh", "WORK='python3 work.py --pause 0.05' sbatch --array=1-3%1 --exclude=node1")
-    outputs = [slurm.home / "run1" / f"slurm-{chain}_{task}.out" for task in range(1, 4)]
+    run = slurm.home / "run1"
+    (run / "held.sh").write_text(HELD)
+    chain = slurm.submit("sbatch array.sh", "WORK='sh held.sh work.py --pause 0.05' sbatch --array=1-3%1 --exclude=node1")
+    outputs = [run / f"slurm-{chain}_{task}.out" for task in range(1, 4)]
     assert str(chain) in slurm.type("squeue --me")
     first = slurm.wait_for_task(chain, 1)
     slurm.run("scontrol", "update", f"NodeName={first}", "State=DRAIN", "Reason=test")
+    (run / "go-1").touch()
     second = slurm.wait_for_task(chain, 2)
-    eventually(lambda: begins(outputs[1]), TURN_S, "it has found a checkpoint")
+    for task in (2, 3):
+        (run / f"go-{task}").touch()
     cut = freeze_in_save(slurm, second)
     assert second != first and begins(outputs[1]) == [(10, second)]
     lab.laboratory.kill(second)
