@@ -116,6 +116,7 @@ class Supervisor:
         self._hanging: dict[Child, float] = {}
         """Killed children that have not ended yet, and when to report that they hang; infinity: it is reported."""
         self._wake_sockets = dict(zip((MOUNT, MOVER), socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET), strict=True))
+        self._is_unpublished = False
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     @property
@@ -127,6 +128,8 @@ class Supervisor:
         self._listen_to_signals()
         while self._phase not in (Phase.OVER, Phase.LEAVING):
             self._start_due()
+            if self._is_unpublished:
+                self._publish_processes()
             self._wait()
             self._handle_signals()
             self._read_children()
@@ -518,5 +521,8 @@ class Supervisor:
             processes[role] = {"pid": pid, "started_ticks": ticks, "restarts": slot.history.restarts}
         try:
             state_directory.publish_processes(self._config, processes)
+            self._is_unpublished = False
         except OSError as failure:
-            log.warning("processes.json: cannot be written: %s", failure)
+            if not self._is_unpublished:
+                log.warning("processes.json: cannot be written: %s; trying again", failure)
+            self._is_unpublished = True
