@@ -60,6 +60,10 @@ class NoSpace(CkptfsError):
     errno = errno.ENOSPC
 
 
+CATALOG_FAILURES = (NoSpace, CatalogUnavailable)
+"""What a change of the catalog raises if its disk is full or fails."""
+
+
 class TimedOut(CkptfsError):
     """A bounded wait has ended."""
 

@@ -226,7 +226,14 @@ class Database:
 
     def run(self, sql: str, *values: Any) -> int:
         """Execute a statement that changes rows. Return how many it changed."""
-        return self.connection.execute(sql, values).rowcount
+        connection = self.connection
+        try:
+            return connection.execute(sql, values).rowcount
+        except sqlite3.OperationalError as failure:
+            error = None if connection.in_transaction else self._translate(failure)
+            if error is None:
+                raise
+            raise error from failure
 
     def change(self, sql: str, *values: Any) -> int:
         """Execute a statement as `run` does, in a transaction of its own or in the caller's."""

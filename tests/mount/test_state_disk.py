@@ -2,12 +2,15 @@
 
 import errno
 import os
+import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from daemon_under_test import DaemonUnderTest, NotStarted, eventually
+from daemon_under_test import DaemonUnderTest, NotStarted, eventually, shorten
+from etcd_server import Etcd, node_options
 from programs import run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
@@ -20,6 +23,62 @@ def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnde
     daemon.start()
     daemon.expect_warning("the disk of .* is full|cannot be written")
     (daemon.path / "before").write_bytes(b"before")
+    fill(daemon)
+    assert (daemon.path / "before").stat().st_size == 6 and "before" in os.listdir(daemon.path)
+    (daemon.state / "filler").unlink()
+    (daemon.path / "after").write_bytes(b"after")
+    assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
+    assert "Traceback" not in daemon.log
+
+
+def test_processes_that_die_while_the_state_disk_is_full(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> None:
+    """P8: the next ones go on; what was open stays open, and what can be done without room is done."""
+    daemon = make_daemon(data_path, start=False)
+    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", daemon.state)
+    daemon.start()
+    daemon.expect_warning("the disk of .* is full|cannot be written|ended with -9|killed")
+    (daemon.path / "before").write_bytes(b"before")
+    with open(daemon.path / "open", "w+b", buffering=0) as file:
+        file.write(b"open")
+        fill(daemon)
+        pids = {role: daemon.pid(role) for role in ("mount", "mover")}
+        for role in ("mount", "mover", "mount"):
+            known = daemon.children()
+            os.kill(pids[role], signal.SIGKILL)
+            (pids[role],) = eventually(lambda known=known: daemon.children() - known, what=f"a new {role} process")
+            assert "before" in os.listdir(daemon.path) and (daemon.path / "before").stat().st_size == 6
+            file.write(b"more")
+            assert os.pread(file.fileno(), 4, 0) == b"open"
+        (daemon.state / "filler").unlink()
+        (daemon.path / "after").write_bytes(b"after")
+        eventually(lambda: {role: daemon.pid(role) for role in pids} == pids, what="processes.json names them")
+    assert (daemon.path / "open").read_bytes() == b"open" + 3 * b"more" and (daemon.path / "before").read_bytes() == b"before"
+    assert "Traceback" not in daemon.log
+
+
+def test_a_node_of_a_cluster_whose_state_disk_is_full(make_daemon: Callable[..., DaemonUnderTest], etcd: Etcd) -> None:
+    """P8: it goes on with what it knows, also while etcd does not answer, and takes part again when there is room."""
+    daemon = make_daemon(start=False, env=shorten(RETRY_LAST_S=1), **node_options(etcd.joined))
+    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", daemon.state)
+    daemon.start()
+    daemon.expect_warning("the disk of .* is full|cannot be written|does not answer")
+    (daemon.path / "before").write_bytes(b"before")
+    pids = {role: daemon.pid(role) for role in ("mount", "mover")}
+    fill(daemon)
+    etcd.stop()
+    eventually(lambda: "does not answer" in daemon.log, what="it knows")
+    assert "before" in os.listdir(daemon.path) and (daemon.path / "before").stat().st_size == 6
+    etcd.start()
+    (daemon.state / "filler").unlink()
+    eventually(lambda: "has all changes" in daemon.log, what="it takes part again")
+    (daemon.path / "after").write_bytes(b"after")
+    assert sorted({"before", "after"} - {*os.listdir(daemon.path)}) == []
+    assert {role: daemon.pid(role) for role in pids} == pids
+    assert re.findall(r"trouble (\w+)", daemon.command("status", daemon.path).stdout) == ["clique"], "it has no peers"
+
+
+def fill(daemon: DaemonUnderTest) -> None:
+    """Fill the disk of the state directory until the catalog takes no change."""
     with open(daemon.state / "filler", "wb", buffering=0) as filler, pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
         while True:
             filler.write(bytes(4096))
@@ -33,11 +92,6 @@ def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnde
             if refused == 3:
                 break
     assert refused == 3, "the disk never ran full"
-    assert (daemon.path / "before").stat().st_size == 6 and "before" in os.listdir(daemon.path)
-    (daemon.state / "filler").unlink()
-    (daemon.path / "after").write_bytes(b"after")
-    assert (daemon.path / "after").read_bytes() == b"after" and (daemon.path / "before").read_bytes() == b"before"
-    assert "Traceback" not in daemon.log
 
 
 def test_nvme_leaves_room_for_a_catalog_on_its_disk(data_path: str, make_daemon: Callable[..., DaemonUnderTest], tmp_path: Path) -> None:

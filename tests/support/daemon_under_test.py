@@ -230,6 +230,11 @@ class DaemonUnderTest:
         """The process that has this role, as soon as there is one (0 stands for none, and kill(2) takes that for ourselves)."""
         return int(eventually(lambda: self.processes().get(role, {}).get("pid"), what=f"a {role} process"))
 
+    def children(self) -> set[int]:
+        """The processes of the supervisor."""
+        supervisor = self.pid("supervisor")
+        return {int(pid) for pid in Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()}
+
     def kill(self, role: str, *, wait: bool = True) -> None:
         """SIGKILL the process of that role; returns when another one has taken its place (and, for the mount, answers)."""
         self.expect_warning(rf"\b(mount|mover)\b.*({role}|killed|died|ended|signal)")

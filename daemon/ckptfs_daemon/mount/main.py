@@ -23,7 +23,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.cgroups import MemoryLimits
 from ckptfs.coherence.key_state import DirtyKeyTracker
-from ckptfs.errors import CatalogUnavailable, NoSpace
+from ckptfs.errors import CATALOG_FAILURES
 from ckptfs.model import DataPath, Tier
 from ckptfs.series.expiry import build_hold_check
 from ckptfs.series.rules import install_rules
@@ -133,8 +133,8 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         resume_fetches(context.open_files.by_inode.values(), context.db, context.tiers, context.mover_client)
         # The previous process may have died between a commit and its wake-up.
         context.wake_channel.notify(ipc.WORK)
-        nursery.start_soon(context.shared_namespace.run, name="shared namespace")
-        nursery.start_soon(context.shared_namespace.follow_store, name="store of the cluster")
+        nursery.start_soon(outlast, context.shared_namespace.run, name="shared namespace")
+        nursery.start_soon(outlast, context.shared_namespace.follow_store, name="store of the cluster")
         if context.standby_lease is not None:
             nursery.start_soon(context.standby_lease.run, name="standby lease")
         shim.start_tasks(nursery)
@@ -164,7 +164,7 @@ async def outlast(task: Callable[[], Awaitable[None]]) -> None:
     while True:
         try:
             return await task()
-        except (NoSpace, CatalogUnavailable) as failure:
+        except CATALOG_FAILURES as failure:
             log.warning("%s; trying again", failure)
             await trio.sleep(limits.RETRY_LAST_S)
 

@@ -23,7 +23,7 @@ from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.coherence.key_state import DirtyKeyTracker
 from ckptfs.config import Config
-from ckptfs.errors import NoSpace
+from ckptfs.errors import CATALOG_FAILURES
 from ckptfs.event_log import EventKind
 from ckptfs.flow.check_pfs import CheckPfs
 from ckptfs.flow.evict import Evict
@@ -155,7 +155,7 @@ def _report_silence(db: Database, lane: str, inodes: list[int]) -> None:
     if inodes:
         what = "the PFS does not answer for it" + (f", nor for {format_count(len(inodes) - 1, 'other')}" if len(inodes) > 1 else "")
         value = {"what": what, "path": get_shown_path(db, inodes[0]), "remedy": SILENCE_REMEDY}
-    with contextlib.suppress(NoSpace):  # The disk of the catalog is full.
+    with contextlib.suppress(*CATALOG_FAILURES):
         summary.set_trouble(db, f"{SILENCE_TROUBLE} {lane}", value)
 
 

@@ -33,7 +33,7 @@ from ckptfs.clique.membership import (
     load_nodes,
 )
 from ckptfs.config import Config
-from ckptfs.errors import CkptfsError, Compacted, StoreUnreachable
+from ckptfs.errors import CATALOG_FAILURES, CkptfsError, Compacted, StoreUnreachable
 from ckptfs.store.kv import Store, WatchEvents
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,8 @@ class MembershipService:
                 log.info("node %s %s", node.name, words)
         for listener in self._view_listeners:
             listener(change)
-        await _run_in_thread(lambda: identity.record_last_members(self._db, [encode_node(node) for node in now.nodes]))
+        with contextlib.suppress(*CATALOG_FAILURES):
+            await _run_in_thread(lambda: identity.record_last_members(self._db, [encode_node(node) for node in now.nodes]))
 
     # --- failures ----------------------------------------------------------------------------------------------------
 
@@ -177,9 +178,9 @@ class MembershipService:
 
     async def _clear_trouble(self) -> None:
         if self._trouble:
+            await _run_in_thread(lambda: self._report(TROUBLE, None))
             log.info("etcd: answers again")
             self._trouble = ""
-            await _run_in_thread(lambda: self._report(TROUBLE, None))
 
     async def _record_trouble(self, failure: CkptfsError) -> None:
         if isinstance(failure, StoreUnreachable):
@@ -189,7 +190,8 @@ class MembershipService:
         self._trouble = str(failure)
         remedy = failure.remedy or "nothing is lost meanwhile; see that etcd runs and can be reached"
         log.warning("%s; this node goes on with what it knows of the others (%s)", failure, remedy)
-        await _run_in_thread(lambda: self._report(TROUBLE, {"what": str(failure), "path": "", "remedy": remedy}))
+        with contextlib.suppress(*CATALOG_FAILURES):
+            await _run_in_thread(lambda: self._report(TROUBLE, {"what": str(failure), "path": "", "remedy": remedy}))
 
 
 class Backoff:

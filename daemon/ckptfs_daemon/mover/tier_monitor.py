@@ -17,7 +17,7 @@ import trio
 from ckptfs import disk, limits
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
-from ckptfs.errors import CatalogUnavailable, NoSpace, TierUnavailable
+from ckptfs.errors import CATALOG_FAILURES, TierUnavailable
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.quantities import format_count
@@ -67,7 +67,7 @@ class TierMonitor:
                 verdict = health.after_failure(self._health, trio.current_time(), failure)
             except TierUnavailable as failure:
                 verdict = health.after_wrong_tier(self._health, trio.current_time(), str(failure), failure.remedy)
-            except (NoSpace, CatalogUnavailable):
+            except CATALOG_FAILURES:
                 verdict = self._health  # The catalog failed, not the tier.
             nursery.cancel_scope.cancel()
         await self._set_health(verdict)
@@ -105,7 +105,7 @@ class TierMonitor:
         """Write to the catalog. Return False if its disk is full or fails: the next probe tries again."""
         try:
             await trio.to_thread.run_sync(act, *values)
-        except (NoSpace, CatalogUnavailable) as failure:
+        except CATALOG_FAILURES as failure:
             log.debug("%s: its state is not recorded: %s", self._storage.tier, failure)
             return False
         return True

@@ -16,7 +16,7 @@ import logging
 import random
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -32,7 +32,7 @@ from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.keys import INODE, NAME, SharedKey, Value, describe_path
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.store_loss import AdoptionStep, EpochCheckedStore
-from ckptfs.errors import CkptfsError, StoreLost, StoreUnreachable, TooManyOperations, TransactionInvalid, posix_error
+from ckptfs.errors import CATALOG_FAILURES, CkptfsError, StoreLost, StoreUnreachable, TooManyOperations, TransactionInvalid, posix_error
 from ckptfs.store.kv import Get, Outcome, Store, Watch, WatchEvents, prefix_end, read_all
 from ckptfs_daemon.mount.cluster import cluster_recovery
 from ckptfs_daemon.mount.cluster.cluster_recovery import wait_outcome
@@ -190,7 +190,7 @@ class SharedNamespace(LocalNamespace):
             return
         found = await self._read([*locations.build_gets(content)])
         if found is not None:
-            with self.db.transaction():
+            with self._go_alone_if_full(), self.db.transaction():
                 locations.record(self.db, content, locations.parse(content, *found.results), self.number)
 
     async def refresh_directory(self, inode: int, at_most: int | None = None) -> None:
@@ -211,7 +211,8 @@ class SharedNamespace(LocalNamespace):
             if keys := read.list_unknown(self.db, inode, read.list_missing_keys(self.db, values)):
                 values |= await self._load_values(keys)
                 values |= parse()[0]  # Meanwhile an older answer may have brought names back that are gone.
-            self._apply(values)
+            with self._go_alone_if_full():
+                self._apply(values)
             read.require_readable(values, own)
             if at_most:
                 return
@@ -240,7 +241,8 @@ class SharedNamespace(LocalNamespace):
             if not found:
                 return
             values.update(found)
-        self._apply(values)
+        with self._go_alone_if_full():
+            self._apply(values)
         read.require_readable(values, keys)
 
     async def _load_values(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
@@ -254,6 +256,14 @@ class SharedNamespace(LocalNamespace):
         nameless = read.apply_values(self.db, values, self._recent_deletes)
         if nameless:
             self.on_nameless(nameless)
+
+    @contextlib.contextmanager
+    def _go_alone_if_full(self) -> Iterator[None]:
+        """Disconnect the node if the catalog cannot be written: handlers answer from the rows then."""
+        try:
+            yield
+        except CATALOG_FAILURES as failure:
+            self._handle_failure(failure)
 
     async def _read(self, gets: list[Get]) -> Outcome | None:
         """Read together with all handlers that read now. Returns None if the store does not answer."""
@@ -369,8 +379,8 @@ class SharedNamespace(LocalNamespace):
 
     async def run(self) -> None:
         """Publish changes that no handler waits for; while disconnected, probe the store. A task."""
-        key_state.mark_root_dirty(self.db)
         try:
+            key_state.mark_root_dirty(self.db)
             await self._confirm_last_commit()
         except CkptfsError as failure:
             self._handle_failure(failure)
@@ -489,23 +499,30 @@ class SharedNamespace(LocalNamespace):
     # --- without the store --------------------------------------------------------------------------------------------
 
     def _handle_failure(self, failure: CkptfsError) -> None:
+        """Disconnect the node: the store fails, or the catalog cannot be written.
+
+        If the disk of the catalog is full, the next failed probe records it.
+        """
         was_connected, is_silent = not self.is_disconnected, type(failure) is StoreUnreachable
         # What etcd says while it answers tells more than its silence before or after.
         is_news = was_connected or (not is_silent and str(failure) != self._logged_failure)
         self.disconnected_ns = self.disconnected_ns or time.time_ns()
-        key_state.mark_disconnected(self.db, self.disconnected_ns)
+        self._has_dirty.set()
+        self._commit_rounds.wake_waiters()
+        trouble = None
         if isinstance(failure, StoreLost):
             self._is_store_lost = True  # Applications go on, until a person has this node adopt the store.
         elif is_news:
             self._logged_failure = str(failure)
             cause = "etcd does not answer" if is_silent else str(failure)
             what = f"{cause}: this node goes on alone, and other nodes do not see what changes here"
-            remedy = failure.remedy if failure.remedy and not is_silent else REACH_REMEDY
-            summary.set_trouble(self.db, TROUBLE, {"what": what, "path": "", "remedy": remedy})
-            level = logging.WARNING if isinstance(failure, StoreUnreachable) else logging.ERROR
-            log.log(level, "the store of the cluster fails (%s): this node goes on alone with what it knows", failure)
-        self._has_dirty.set()
-        self._commit_rounds.wake_waiters()
+            trouble = {"what": what, "path": "", "remedy": failure.remedy if failure.remedy and not is_silent else REACH_REMEDY}
+            level = logging.WARNING if isinstance(failure, (StoreUnreachable, *CATALOG_FAILURES)) else logging.ERROR
+            log.log(level, "this node is out of touch with the store of the cluster (%s), and goes on alone with what it knows", failure)
+        with contextlib.suppress(*CATALOG_FAILURES):
+            key_state.mark_disconnected(self.db, self.disconnected_ns)
+            if trouble is not None:
+                summary.set_trouble(self.db, TROUBLE, trouble)
 
     async def _probe_store(self) -> None:
         """Check whether the store is back, and publish everything if it is."""
@@ -518,11 +535,11 @@ class SharedNamespace(LocalNamespace):
             await self._confirm_last_commit()
             await self._wait_for_record()
             await self._record_missed()
+            key_state.mark_returning(self.db)
+            key_state.order_marks(self.db)
         except CkptfsError as failure:
             self._handle_failure(failure)
             return
-        key_state.mark_returning(self.db)
-        key_state.order_marks(self.db)
         while key_state.get_last_change(self.db) and await self._commit_batch():
             pass
         if key_state.get_last_change(self.db) == 0:
