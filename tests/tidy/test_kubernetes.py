@@ -146,6 +146,14 @@ def test_mounts_reach_the_node(kind: str) -> None:
         assert {str(path), *map(str, path.parents)} & mounts.keys(), path
 
 
+def test_the_ports_of_a_pod_are_those_that_its_daemon_listens_on() -> None:
+    """No other program of the node loses a port to a pod that does not use it."""
+    found = get_config("overlays/cluster")
+    ports = [(one["containerPort"], one["hostPort"]) for one in get_daemon("overlays/cluster")[1]["ports"]]
+    port = int(found.listen.rpartition(":")[2])
+    assert ports == [(port, port)] and found.address.endswith(f":{port}")
+
+
 def test_the_job_waits_for_the_mount_and_sees_it() -> None:
     (job,) = load(MANIFESTS / "job.yaml")
     pod = job["spec"]["template"]["spec"]
