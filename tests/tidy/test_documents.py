@@ -120,6 +120,16 @@ def test_the_architecture_says_where_things_are() -> None:
     assert len(set(PATH.findall(ARCHITECTURE.read_text()))) > 20
 
 
+def test_the_architecture_names_only_what_the_code_has() -> None:
+    """Classes, functions and modules: a word of two parts, such as `OpenFile` or `open_file`, stands in the code as well."""
+    roots = [REPOSITORY / name for name in ("ckptfs", "daemon", "client")]
+    files = [path for root in roots for path in root.rglob("*") if path.suffix in (".py", ".c", ".sql")]
+    known = {word for path in files for word in [path.stem, *re.findall(r"\w+", path.read_text())]}
+    named = {word for span in spans(ARCHITECTURE) for word in re.findall(r"\w+", span)}
+    compound = {word for word in named if re.fullmatch(r"[A-Z][a-z]+[A-Z]\w+|[a-z]+(_[a-z]+)+", word)}
+    assert len(compound) > 50 and compound - known == set()
+
+
 # --- form ----------------------------------------------------------------------------------------------------------------
 
 
