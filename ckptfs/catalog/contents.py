@@ -289,21 +289,16 @@ _UPDATE_SIZE_AND_TIMES = (
 
 @dataclass(frozen=True, slots=True)
 class FileContent:
-    """A file and the tiers that have its bytes.
-
-    `content` is None if the file was never written on this node. `tiers` have a good copy, RAM first. `is_on_pfs`: the PFS shows some
-    content of the file. `is_remote`: another node wrote it last. `generation` is that of the content. `is_on_other_nodes`: it
-    is sealed, and other nodes have it.
-    """
+    """A file and the tiers that have its bytes."""
 
     inode: Inode
-    content: int | None
+    content: int | None  # None if the file was never written on this node.
     state: ContentState | None
-    tiers: tuple[Tier, ...]
-    is_on_pfs: bool
-    is_remote: bool = False
-    generation: int | None = None
-    is_on_other_nodes: bool = False
+    tiers: tuple[Tier, ...]  # Those with a good copy, RAM first.
+    is_on_pfs: bool  # The PFS shows some content of the file.
+    is_remote: bool = False  # Another node wrote it last.
+    generation: int | None = None  # That of the content.
+    is_on_other_nodes: bool = False  # It is sealed, and other nodes have it.
 
     @property
     def has_newer_generation(self) -> bool:

@@ -58,9 +58,8 @@ class Producer:
 class SetRecord:
     """What is fixed about a complete set.
 
-    `size` in bytes. `numbers`: as in the name, the one that counts steps first.
-
-    `is_group`: a single file or several; the directory of the set holds them under their own names.
+    `size` in bytes. `numbers`: as in the name, the one that counts steps first. `is_group`: a single file or several; the directory of the
+    set holds them under their own names.
     """
 
     number: int
@@ -276,9 +275,8 @@ def set_next_number(db: Database, series: int, found: CheckpointSet, former_name
 def begin_set(db: Database, series: int, record: SetRecord, like: Inode | None = None) -> int:
     """Make the directory of a set under a hidden name, and return it.
 
-    Raises EEXIST if this node or another one makes it.
-
-    `like`: the application's directory of the set, from which it has mode and owner; None: those of the series.
+    Raises EEXIST if this node or another one makes it. `like`: the application's directory of the set, from which it has mode and owner;
+    None: those of the series.
     """
     directory = insert_directory(db, series, build_hidden_name(record), like or get(db, series))
     set_internal_xattr(db, directory, SET_XATTR, _encode_record(record))
@@ -398,10 +396,8 @@ def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
 def separate(db: Database, inode: int, copied: int | None = None) -> int:
     """Give the names of a file in the history to a new inode, and return the inode.
 
-    The caller is about to write the file.
-
-    `copied`: a reserved content whose file is a copy of the file's content; it becomes the content of the new inode. None: the new inode
-    gets the content itself, and the file has none. On the PFS the new inode is a new file.
+    The caller is about to write the file. `copied`: a reserved content whose file is a copy of the file's content; it becomes the content
+    of the new inode. None: the new inode gets the content itself, and the file has none. On the PFS the new inode is a new file.
     """
     row, names = get(db, inode), list_names(db, inode)
     columns = "mode, uid, gid, size, atime_ns, mtime_ns, ctime_ns, birth_ns, generation, closed_ns"

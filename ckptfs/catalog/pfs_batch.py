@@ -32,17 +32,16 @@ class PfsAction:
     """One change of the PFS.
 
     `act` is 'put' (rename `temporary` to `location`), 'link' (`location` also as `new_location`), 'move', 'exchange', 'unlink', 'rmdir',
-    'remove' (either of the two) or 'attributes'. `fingerprint` identifies the subject; `replaced_fingerprint` is that of the present
-    entry at `location` (put) or `new_location` (others), None for no entry.
+    'remove' (either of the two) or 'attributes'.
     """
 
     act: str
     key: int
     inode: int
     location: PfsLocation
-    fingerprint: Fingerprint
+    fingerprint: Fingerprint  # That of the subject.
     new_location: PfsLocation | None = None
-    replaced_fingerprint: Fingerprint | None = None
+    replaced_fingerprint: Fingerprint | None = None  # That of the entry now at `location` (put) or `new_location` (others).
     temporary: bytes = b""
 
     @property
@@ -53,31 +52,23 @@ class PfsAction:
 
 @dataclass(slots=True)
 class PfsBatch:
-    """Changes in order, and what each of them leads to. The names of its fields are stored in the catalog.
-
-    `requeued`: (inode, content) whose rows go to the end of the journal again. `merged_directories` were on the PFS already. `kept_seqs`:
-    rows that stay in the journal, of files that the PFS refuses. `lost_inodes`: files without a copy, which the PFS may show nevertheless.
-    `settle_rows`: (inode, row) of inodes that get a row 'settle'. `requeued_seqs` are the rows of `requeued`. `name_changes` and
-    `pending_changes` say which action leads to which part of the state. `abandoned`: the actions that were cut off, and older ones that
-    left a temporary file; these files go. `abandoned_entries` are the names that the batch was to change. `announced_seq`: `last_seq`
-    before the cut, 0 without one.
-    """
+    """Changes in order, and what each of them leads to. The names of its fields are stored in the catalog."""
 
     last_seq: int
     actions: list[PfsAction] = field(default_factory=list)
     published_rows: list[PublishedRow] = field(default_factory=list)
-    requeued: list[tuple[int, int]] = field(default_factory=list)
-    merged_directories: list[int] = field(default_factory=list)
+    requeued: list[tuple[int, int]] = field(default_factory=list)  # (inode, content) whose rows go to the end of the journal again.
+    merged_directories: list[int] = field(default_factory=list)  # They were on the PFS already.
     after_seq: int = 0
-    kept_seqs: list[int] = field(default_factory=list)
-    lost_inodes: list[int] = field(default_factory=list)
-    requeued_seqs: list[int] = field(default_factory=list)
-    settle_rows: list[tuple[int, int]] = field(default_factory=list)
-    name_changes: list[ExpectedEntry] = field(default_factory=list)
-    pending_changes: list[PlannedPending] = field(default_factory=list)
-    abandoned: list[PfsAction] = field(default_factory=list)
-    abandoned_entries: list[ExpectedEntry] = field(default_factory=list)
-    announced_seq: int = 0
+    kept_seqs: list[int] = field(default_factory=list)  # Rows that stay in the journal, of files that the PFS refuses.
+    lost_inodes: list[int] = field(default_factory=list)  # Files without a copy, which the PFS may show nevertheless.
+    requeued_seqs: list[int] = field(default_factory=list)  # The rows of `requeued`.
+    settle_rows: list[tuple[int, int]] = field(default_factory=list)  # (inode, row) of inodes that get a row 'settle'.
+    name_changes: list[ExpectedEntry] = field(default_factory=list)  # What each name shows, and after which action.
+    pending_changes: list[PlannedPending] = field(default_factory=list)  # What a name is to show later, and after which action.
+    abandoned: list[PfsAction] = field(default_factory=list)  # Actions whose temporary files go: cut off, or older.
+    abandoned_entries: list[ExpectedEntry] = field(default_factory=list)  # The names that the batch was to change.
+    announced_seq: int = 0  # `last_seq` before the cut; 0 without one.
 
     @property
     def expected_entries(self) -> list[ExpectedEntry]:

@@ -43,19 +43,15 @@ class ScanVerdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class KnownName:
-    """A name in the catalog.
+    """A name in the catalog."""
 
-    `child` is its inode in the mount and `inode` the one on the PFS; `last_stat` and `published` are how that was last seen and written.
-    `is_lost`: no copy of the mount's file is left.
-    """
-
-    child: int | None
+    child: int | None  # Its inode in the mount.
     child_mode: int
-    inode: int | None
+    inode: int | None  # Its inode on the PFS.
     mode: int
-    last_stat: tuple[int, int, int, int] | None
-    published: tuple[int, int, int] | None
-    is_lost: bool = False
+    last_stat: tuple[int, int, int, int] | None  # How it was last seen on the PFS.
+    published: tuple[int, int, int] | None  # How it was last written there.
+    is_lost: bool = False  # No copy of the mount's file is left.
 
 
 @dataclass(slots=True)

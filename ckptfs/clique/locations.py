@@ -151,22 +151,17 @@ def load_files(store: Store, inodes: Sequence[int]) -> dict[int, SharedFile]:
 
 @dataclass(frozen=True, slots=True)
 class SharedPfsState:
-    """What the PFS shows of a file, according to the store.
-
-    `is_complete` is False for an fsynced state of an open file. `in_hand`: a node is about to change it, or to show
-    the file for the first time (generation 0). `replaces`: it is the state of that deleted file, which had the name before and is older
-    than this file's contents; `rests_on` are the other rows that this depends on.
-    """
+    """What the PFS shows of a file, according to the store."""
 
     generation: int
-    is_complete: bool
+    is_complete: bool  # False for an fsynced state of an open file.
     size: int
     mtime_ns: int
-    in_hand: bool
+    in_hand: bool  # A node is about to change it, or to show the file for the first time (generation 0).
     value: dict[str, Any]
     item: Item
-    replaces: int = 0
-    rests_on: tuple[Item, ...] = ()
+    replaces: int = 0  # The deleted file that had the name before, if this is the state of it: older than this file's contents.
+    rests_on: tuple[Item, ...] = ()  # The other rows that this depends on.
 
     def build_puts(self, inode: int) -> list[tuple[bytes, dict[str, Any] | None]]:
         """Return the rows that make this the complete state of `inode`."""

@@ -49,24 +49,18 @@ _DELETED_INODE_RANK, _DELETED_NAME_RANK = 6, 5
 
 @dataclass(slots=True)
 class StoreTransaction:
-    """One transaction, as far as it is built.
-
-    `new_values`: keys to put (a value) or to delete (None). `unchanged_keys`: dirty keys that equal the store already. Both
-    hold all changes up to `change_last`. `expected_revisions`: keys that must still have this revision. `required_directories`
-    must exist, `required_empty` must have no entries. `deleted_later`: inodes that a later transaction deletes; until then they
-    keep the value that the store has. `told_chosen`: keys of sets that were chosen for the PFS, for the nodes that watch them.
-    """
+    """One transaction, as far as it is built."""
 
     link: ChainLink
     change_last: int
-    new_values: dict[SharedKey, bytes | None] = field(default_factory=dict)
-    unchanged_keys: list[SharedKey] = field(default_factory=list)
-    expected_revisions: dict[SharedKey, int] = field(default_factory=dict)
-    required_directories: set[int] = field(default_factory=set)
-    required_empty: set[int] = field(default_factory=set)
-    deleted_later: set[SharedKey] = field(default_factory=set)
+    new_values: dict[SharedKey, bytes | None] = field(default_factory=dict)  # All changes up to `change_last`. None: to delete.
+    unchanged_keys: list[SharedKey] = field(default_factory=list)  # Dirty keys up to `change_last` that equal the store already.
+    expected_revisions: dict[SharedKey, int] = field(default_factory=dict)  # Keys that must still have this revision.
+    required_directories: set[int] = field(default_factory=set)  # They must exist.
+    required_empty: set[int] = field(default_factory=set)  # They must have no entries.
+    deleted_later: set[SharedKey] = field(default_factory=set)  # Inodes that a later transaction deletes. Until then they keep their value.
     extra_deletes: list[Delete] = field(default_factory=list)
-    told_chosen: dict[bytes, Operation] = field(default_factory=dict)
+    told_chosen: dict[bytes, Operation] = field(default_factory=dict)  # Keys of sets chosen for the PFS, which other nodes watch.
     size_bytes: int = 0
     change_count: int = 0
     is_complete: bool = True

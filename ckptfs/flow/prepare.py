@@ -52,9 +52,8 @@ def choose_changes(
 ) -> PreparedChanges:
     """Return the changes from `files` to spare files, and one file for each of `expected`, newest first.
 
-    `bytes_max` bounds them. Of `spares`, so many spare files come before the expected sizes, and so many after them.
-
-    A file serves a size that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
+    `bytes_max` bounds them. Of `spares`, so many spare files come before the expected sizes, and so many after them. A file serves a size
+    that it exceeds by at most `limits.PREPARED_TOLERANCE`: sizes of a series vary a little.
     """
     left, missing, room = sorted(files), [], bytes_max
     spare, (first, last) = [limits.TOP_UP_AHEAD_BYTES], spares

@@ -48,9 +48,8 @@ _TEXT_FILE = re.compile(rb".*\.(txt|ya?ml|md|log|csv|cfg|ini|toml|py|sh|xml|json
 class Completeness:
     """The verdict on a member.
 
-    `level` is the lowest of its files' levels; `incomplete_reason` is empty if it is complete.
-
-    `quiet_s`: the only reason is that it was changed less than this time ago and has no member before it.
+    `level` is the lowest of its files' levels; `incomplete_reason` is empty if it is complete. `quiet_s`: the only reason is that it was
+    changed less than this time ago and has no member before it.
     """
 
     files: int

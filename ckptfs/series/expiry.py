@@ -20,35 +20,25 @@ from ckptfs.series.retention import KeepReason, SetFacts, find_reasons
 
 @dataclass(frozen=True, slots=True)
 class Ruling:
-    """What a rule says of sets, by their numbers.
+    """What a rule says of sets, by their numbers."""
 
-    `kept`: the history keeps them, even if the application deletes them. `expired`: the names of the application go as well.
-    `for_pfs`: they go to the PFS. `not_local`: they leave RAM and NVMe once they are on the PFS.
-    """
-
-    kept: frozenset[int]
-    expired: frozenset[int]
-    for_pfs: frozenset[int]
-    not_local: frozenset[int]
+    kept: frozenset[int]  # The history keeps them, even if the application deletes them.
+    expired: frozenset[int]  # The names of the application go as well.
+    for_pfs: frozenset[int]  # They go to the PFS.
+    not_local: frozenset[int]  # They leave RAM and NVMe once they are on the PFS.
 
 
 @dataclass(frozen=True, slots=True)
 class RuledSeries:
-    """The sets of a series and all facts that its rule needs.
-
-    `base_level` is the level that a set reaches without the PFS.
-
-    `order`: of two sets, the newer one has the greater value. `completed_ns`: when they were completed. `chosen`: those that were chosen
-    for the PFS before. `rollback`: the target of a rollback. All by the numbers of the sets.
-    """
+    """The sets of a series and all facts that its rule needs, by the numbers of the sets."""
 
     sets: tuple[SetFacts, ...]
-    order: Mapping[int, tuple[Any, ...]]
-    completed_ns: Mapping[int, int]
-    chosen: frozenset[int] = frozenset()
-    rollback: int | None = None
+    order: Mapping[int, tuple[Any, ...]]  # Of two sets, the newer one has the greater value.
+    completed_ns: Mapping[int, int]  # When they were completed.
+    chosen: frozenset[int] = frozenset()  # Those that were chosen for the PFS before.
+    rollback: int | None = None  # The target of a rollback.
     has_pfs: bool = True
-    base_level: Level = Level.LOCAL
+    base_level: Level = Level.LOCAL  # The level that a set reaches without the PFS.
 
 
 def apply_rule(rule: RetentionRule, series: RuledSeries) -> Ruling:
@@ -150,10 +140,8 @@ def list_beyond(sets: Iterable[tuple[int, int, int]], excess: int) -> list[int]:
 def build_hold_check(rules: Iterable[RetentionRule]) -> Callable[[bytes, bytes], bool] | None:
     """Return a function that tells whether the PFS has to wait for what is made under (directory, name).
 
-    None if no rule asks for that.
-
-    That is what the rule's series has as members by their names, temporary names beside them, and the directories of their history. Other
-    files in the same directory belong to no set, and go to the PFS at once (D14).
+    Returns None if no rule asks for that. By their names, the members of the rule's series wait, temporary names beside them, and the
+    directories of their history. Other files in the same directory belong to no set, and go to the PFS at once (D14).
     """
     known = tuple(rules)
     if not any(rule.selects_for_pfs for rule in known):

@@ -151,19 +151,14 @@ class Series:
 
 
 class Member(NamedTuple):
-    """One member of a series.
-
-    `entry` is the name that the series matches; `name` is what a program is given; `files` belong to it.
-
-    `has_parts`: these differ in the number of a part; `has_bare_parts`: without a word that says so.
-    """
+    """One member of a series."""
 
     numbers: tuple[int, ...]
-    name: bytes
-    entry: bytes
+    name: bytes  # What a program is given.
+    entry: bytes  # The name that the series matches.
     files: tuple[bytes, ...]
-    has_parts: bool = False
-    has_bare_parts: bool = False
+    has_parts: bool = False  # `files` differ in the number of a part.
+    has_bare_parts: bool = False  # They do so without a word that says so.
 
 
 def is_temporary(name: bytes) -> bool:
@@ -328,9 +323,7 @@ def suggest_series(pattern: bytes, names: Iterable[bytes]) -> list[Series]:
 def get_place(path: bytes) -> bytes:
     """Return the path without the numbers that differ between checkpoints.
 
-    Numbers of parts stay.
-
-    Those are the counters. In a path without any, all numbers go but those in names of parts.
+    These are the counters. In a path without any, all numbers go but those in names of parts.
     """
     names = [split(one) for one in path.split(b"/")]
     has_counter = any(NumberRole.COUNTER in one.roles for one in names)
@@ -383,9 +376,8 @@ def _choose_series(names: Iterable[bytes]) -> dict[bytes, Series]:
 def _choose_wildcards(texts: tuple[bytes, ...], group: list[bytes], part: int | None) -> list[int]:
     """Return the numbers that are left out of the name of the series.
 
-    The names of the group have the same texts; `part` is what `find_bare_part` finds in them.
-
-    Returns none if only a comparison with each sibling can tell.
+    The names of the group have the same texts; `part` is what `find_bare_part` finds in them. Returns none if only a comparison with each
+    sibling can tell.
     """
     roles = get_roles(texts)
     varying = [position for position in range(len(roles)) if len({split(name).numbers[position] for name in group}) > 1]

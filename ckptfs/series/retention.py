@@ -58,9 +58,8 @@ def find_reasons(sets: Iterable[SetFacts], rollback: int | None = None) -> dict[
 def _find_newest(sets: Sequence[SetFacts]) -> set[int]:
     """Return for each level the newest set with that level or a higher one.
 
-    If the set before it is much larger, that one is returned, too.
-
-    The newest of all belongs to them, even if it cannot be read now: the node that has its copies may return.
+    If the set before it is much larger, that one is returned, too. The newest of all belongs to them, even if it cannot be read now: the
+    node that has its copies may return.
     """
     found: set[int] = set()
     part, whole = NEAR_SIZES

@@ -61,18 +61,13 @@ class Listing(NamedTuple, Generic[Entry]):
 
 
 class KnownSet(NamedTuple, Generic[Entry]):
-    """A set in the history.
+    """A set in the history."""
 
-    `numbers` and `name` are those of the member that it was, `number` is its number in the series, `entry` its directory.
-
-    `is_group`: the directory holds a file, or several, under their own names.
-    """
-
-    numbers: tuple[int, ...]
+    numbers: tuple[int, ...]  # Those of the member that it was, as `name`.
     name: bytes
-    number: int
-    is_group: bool
-    entry: Entry
+    number: int  # Its number in the series.
+    is_group: bool  # Its directory holds a file, or several, under their own names.
+    entry: Entry  # Its directory.
 
 
 class KnownSets(NamedTuple, Generic[Entry]):
@@ -133,9 +128,8 @@ class MemberReader(Protocol[Entry]):
 class LatestMember(NamedTuple):
     """A member and the verdict on it.
 
-    `entry` is its name in the directory, `name` what a program is given.
-
-    `path`: below the history, if it is a set that is not in its place; otherwise empty.
+    `entry` is its name in the directory, `name` what a program is given. `path`: below the history, if it is a set that is not in its
+    place; otherwise empty.
     """
 
     number: int
@@ -209,9 +203,8 @@ async def find_newest(
 ) -> SearchResult:
     """Return the newest complete member that has the level, or the newest such set of the history.
 
-    `known`: what the history has. `may_read`: whether the caller may read a file or list a directory; others are no answer for it.
-
-    `first`: where a search begins that ended after `at_most` rejected members. `last_names`: a file such as `last.ckpt` counts as well.
+    `known`: what the history has. `may_read`: whether the caller may read a file or list a directory; others are no answer for it. `first`:
+    where a search begins that ended after `at_most` rejected members. `last_names`: a file such as `last.ckpt` counts as well.
     """
     members = await reader.compute(lambda: patterns.list_members(series, siblings.keys()))
     is_first = last_names and not first and not (known and known.target)

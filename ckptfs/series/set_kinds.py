@@ -89,23 +89,17 @@ class DirectoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class SetKind:
-    """One row of the table.
-
-    `sign`: a directory with such a name is of this kind. `find_gap`: what it lacks; empty if nothing. `covers`: names that `find_gap`
-    vouches for, so that they need not be those of the member before. `last`: the file that is written when all others are there.
-    `tells_sizes`: then their sizes are right, too. `awaits_all`: `last` is written after all other files, whose names may be new each
-    time; `awaits_own`: after those of the same rank, whose names stay. `applies`: what else must hold of a directory that has the sign.
-    """
+    """One row of the table."""
 
     name: str
-    sign: re.Pattern[bytes]
-    find_gap: Callable[[DirectoryFacts], str]
-    covers: re.Pattern[bytes]
-    last: re.Pattern[bytes]
-    tells_sizes: bool = False
-    awaits_all: bool = False
-    awaits_own: bool = False
-    applies: Callable[[DirectoryFacts], bool] = lambda directory: True
+    sign: re.Pattern[bytes]  # A directory with such a name is of this kind.
+    find_gap: Callable[[DirectoryFacts], str]  # What the directory lacks; empty if nothing.
+    covers: re.Pattern[bytes]  # Names that `find_gap` vouches for, so that they need not be those of the member before.
+    last: re.Pattern[bytes]  # The file that is written when all others are there.
+    tells_sizes: bool = False  # `find_gap` checks their sizes, too.
+    awaits_all: bool = False  # `last` is written after all other files, whose names may be new each time.
+    awaits_own: bool = False  # `last` is written after those of the same rank, whose names stay.
+    applies: Callable[[DirectoryFacts], bool] = lambda directory: True  # What else must hold of it.
 
     def is_kind_of(self, directory: DirectoryFacts) -> bool:
         return any(map(self.sign.fullmatch, directory.names)) and self.applies(directory)

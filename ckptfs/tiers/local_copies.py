@@ -132,10 +132,9 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
 def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple[int, bytes] | None = None) -> int:
     """Copy an open content, which no process writes, to `target`.
 
-    Return a writable descriptor of the verified copy.
-
-    `expected`: (size, digest) of a sealed content, with which the copy shares its blocks if the tier can. On a disk, bytes and name are
-    durable: the source may have been fsynced. Raises OSError or DigestMismatch, and removes the copy.
+    Return a writable descriptor of the verified copy. `expected`: (size, digest) of a sealed content, with which the copy shares its blocks
+    if the tier can. On a disk, bytes and name are durable: the source may have been fsynced. Raises OSError or DigestMismatch, and removes
+    the copy.
     """
     target.remove(content)
     fd = disk.act("move:create", target.create, content)

@@ -133,9 +133,8 @@ def run_as_owner(directory: int, name: bytes, call: Callable[[], Result]) -> Res
 def _set_id(call: Callable[[ctypes.c_uint32], int], kind: str, number: int) -> int:
     """Call setfsuid(2) or setfsgid(2), and return the former id.
 
-    Raises PermissionError if the kernel refused.
-
-    Both calls return the former id even when they fail. With an id that no user has, they change nothing and return the present one.
+    Raises PermissionError if the kernel refused. Both calls return the former id even when they fail. With an id that no user has, they
+    change nothing and return the present one.
     """
     before = call(ctypes.c_uint32(number)) & _NOBODY
     if call(ctypes.c_uint32(_NOBODY)) & _NOBODY != number & _NOBODY:

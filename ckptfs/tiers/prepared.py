@@ -163,9 +163,8 @@ class PreparedFiles:
     def add(self, size_bytes: int, before_piece: Callable[[int], None] = lambda _: None, *, touches: bool = False) -> PreparedFile:
         """Prepare one file.
 
-        `before_piece` gets the bytes still to be allocated and may raise to stop. A failure leaves nothing.
-
-        `touches`: see `_touch_free_pages`.
+        `before_piece` gets the bytes still to be allocated and may raise to stop. A failure leaves nothing. `touches`: see
+        `_touch_free_pages`.
         """
         unique = uuid.uuid4().hex
         unfinished, file = _UNFINISHED + unique, PreparedFile(size_bytes, f"{size_bytes:x}-{unique}")
@@ -190,10 +189,9 @@ class PreparedFiles:
     def _touch_free_pages(self, size_bytes: int) -> None:
         """Write `size_bytes` of zeros to a file without a name and free them.
 
-        The kernel next gives out the pages that were freed last.
-
-        The host of a virtual machine backs a page at its first use, and takes it back some seconds after it was freed. A page that was
-        allocated but never written would cost its first writer that time: a prepared file would be no faster than a fresh one.
+        The kernel next gives out the pages that were freed last. The host of a virtual machine backs a page at its first use, and takes it
+        back some seconds after it was freed. A page that was allocated but never written would cost its first writer that time: a prepared
+        file would be no faster than a fresh one.
         """
         with disk.closing(os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, PLAIN_MODE, dir_fd=self._directory)) as fd:
             os.ftruncate(fd, size_bytes)  # Huge pages are used within the size only.
@@ -322,10 +320,9 @@ def trim_end(fd: int, *, bytes_max: int) -> None:
 def trim(fd: int, *, holes: bool) -> bool:
     """Remove a piece of the prepared pages of a file, and then the mark.
 
-    The pages lie beyond the end of the file, and with `holes` also below it. No process may write the file.
-
-    Pages below the end may be written through a mapping. `holes` therefore needs a write lease on `fd`. Without it the mark stays if
-    there are any. Returns True if there is more to remove. The times of the file stay.
+    The pages lie beyond the end of the file, and with `holes` also below it. No process may write the file. Pages below the end may be
+    written through a mapping. `holes` therefore needs a write lease on `fd`. Without it the mark stays if there are any. Returns True if
+    there is more to remove. The times of the file stay.
     """
     status = os.fstat(fd)
     if not is_prepared(status):

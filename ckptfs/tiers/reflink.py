@@ -90,9 +90,8 @@ def try_clone_range(source_fd: int, source_offset: int, target_fd: int, target_o
 def deduplicate(source_fd: int, source_offset: int, target_fd: int, target_offset: int, length: int) -> Sharing:
     """Let a range of the target have the blocks of the source if the bytes are equal.
 
-    Raises OSError if one cannot be read.
-
-    The pages of the source are dropped first, so the kernel compares what the device has. Both descriptors may be read-only.
+    Raises OSError if one cannot be read. The pages of the source are dropped first, so the kernel compares what the device has. Both
+    descriptors may be read-only.
     """
     os.posix_fadvise(source_fd, source_offset, length, os.POSIX_FADV_DONTNEED)
     argument = bytearray(_DEDUPE.pack(source_offset, length, 1, 0, 0, target_fd, target_offset, 0, 0, 0))

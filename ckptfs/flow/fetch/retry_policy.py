@@ -41,10 +41,8 @@ class RetryPolicy:
     def refresh_and_judge(self, state: FetchState | None, since_s: float, *, is_denied: bool) -> bool:
         """Read the store again; return whether a file that was first tried at `since_s` may still arrive.
 
-        `is_denied`: the nodes that were asked lack it.
-
-        An island cannot ask other nodes, and does not wait. This node learns what the file and the PFS show by now. A deleted file is tried
-        as long as the node that made its content may answer.
+        `is_denied`: the nodes that were asked lack it. An island cannot ask other nodes, and does not wait. This node learns what the file
+        and the PFS show by now. A deleted file is tried as long as the node that made its content may answer.
         """
         if state is None or state.content_id is None or not self.is_connected():
             return False

@@ -43,19 +43,14 @@ class PlannedFile:
 
 @dataclass(slots=True)
 class BatchPlan:
-    """The decisions of a planner: the batch, with files still to stage, and the fate of the next row.
-
-    `puts`: what the actions 'put' make, by key. `moved_pending`: inodes that appear or have other names now: what the PFS refused of them
-    is tried again. `is_waiting`: the next row waits for something outside the journal, such as a seal or another node; `missing_inode`: for
-    the bytes of this file.
-    """
+    """The decisions of a planner: the batch, with files still to stage, and the fate of the next row."""
 
     batch: PfsBatch
-    puts: dict[int, PlannedFile] = field(default_factory=dict)
+    puts: dict[int, PlannedFile] = field(default_factory=dict)  # What the actions 'put' make, by key.
     planned_bytes: int = 0
-    moved_pending: set[int] = field(default_factory=set)
-    is_waiting: bool = False
-    missing_inode: int | None = None
+    moved_pending: set[int] = field(default_factory=set)  # Inodes with new names: what the PFS refused of them is tried again.
+    is_waiting: bool = False  # The next row waits for something outside the journal, such as a seal or another node.
+    missing_inode: int | None = None  # It waits for the bytes of this file.
 
 
 class Facts:

@@ -212,9 +212,8 @@ def _sum_up(runs: Sequence[Run], loads: int, *, is_cut: bool) -> Goodput:
 def list_saves(events: Sequence[LoggedEvent]) -> list[Save]:
     """Return the sets that were begun or complete, in the order in which they began.
 
-    `events`: in order of time. A set that `ckptfs restore` made again is no save.
-
-    Events of one set that several nodes, or several processes of one daemon, recorded are put together.
+    `events`: in order of time. A set that `ckptfs restore` made again is no save. Events of one set that several nodes, or several
+    processes of one daemon, recorded are put together.
     """
     unfinished: dict[str, list[Save]] = {}
     complete: dict[int, Save] = {}

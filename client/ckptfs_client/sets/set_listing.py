@@ -33,9 +33,7 @@ SHOWN_MAX = 500
 def print_list(where: Path | None, wanted: Level | None, *, lists_all: bool = False, is_json: bool) -> None:
     """Print the series of all mounts or of a directory, or the sets of a series.
 
-    All mounts are asked at once. Ends with an exit code if one does not answer.
-
-    `wanted`: only sets with this level, of all series.
+    All mounts are asked at once. Ends with an exit code if one does not answer. `wanted`: only sets with this level, of all series.
     """
 
     def ask(client: Client) -> tuple[list[SeriesJson], list[SetJson]]:

@@ -19,25 +19,19 @@ def _ignore(*_: object) -> None:
 
 @dataclass(slots=True)
 class ControlContext:
-    """This node, and functions of the mover, which any thread but trio's may call.
-
-    `cluster`: None outside a cluster. `retry_now` runs all lanes at once, `wake_lanes` has them look at the catalog soon.
-    `request_log_level` sets the level of all processes, and may return before it is set. `refresh_pfs_path` reads from the store where a
-    file is on the PFS. `invalidate_inode` has the kernel drop its pages of a file. `record_missed_drain` is called if a drain took as long
-    as an unmount would wait. `request_upgrade` ends this process if the supervisor hands over to the successor, or raises its refusal.
-    """
+    """This node, and functions of the mover, which any thread but trio's may call."""
 
     config: Config
     db: Database
     tiers: Tiers
     cluster: ClusterFigures | None = None
-    retry_now: Callable[[], None] = _ignore
-    wake_lanes: Callable[[], None] = _ignore
-    request_log_level: Callable[[str], None] = logs.set_level
-    refresh_pfs_path: Callable[[int], None] = _ignore
-    invalidate_inode: Callable[[int], None] = _ignore
-    record_missed_drain: Callable[[], None] = _ignore
-    request_upgrade: Callable[[Successor], None] = _ignore
+    retry_now: Callable[[], None] = _ignore  # Runs all lanes at once.
+    wake_lanes: Callable[[], None] = _ignore  # Has all lanes look at the catalog soon.
+    request_log_level: Callable[[str], None] = logs.set_level  # Of all processes. May return before it is set.
+    refresh_pfs_path: Callable[[int], None] = _ignore  # Reads from the store where a file is on the PFS.
+    invalidate_inode: Callable[[int], None] = _ignore  # Has the kernel drop its pages of a file.
+    record_missed_drain: Callable[[], None] = _ignore  # For a drain that took as long as an unmount would wait.
+    request_upgrade: Callable[[Successor], None] = _ignore  # Ends this process, or raises why the supervisor refuses.
     progress: ProgressSignal = field(default_factory=ProgressSignal)
     refused: RefusedCalls = field(default_factory=RefusedCalls)
     figures: StatusFigures = field(init=False)

@@ -165,10 +165,8 @@ class ChangeRunner:
     async def run_change(self, act: Callable[[Database, bool], T], *, creates: bool = False) -> T:
         """Run `act(db, allow_unimported)` as one change, together with the pending releases.
 
-        Scan a directory that `act` needs, and try again.
-
-        `creates`: if a scan fails or takes too long, go on with the rows of the catalog (`allow_unimported`): creating never fails because
-        of the PFS (P1). Otherwise the scan's error is raised.
+        Scan a directory that `act` needs, and try again. `creates`: if a scan fails or takes too long, go on with the rows of the catalog
+        (`allow_unimported`): creating never fails because of the PFS (P1). Otherwise the scan's error is raised.
         """
         allow_unimported = False
         for _ in range(SCANS_PER_REQUEST_MAX):
@@ -198,9 +196,8 @@ class ChangeRunner:
     async def request_scan(self, directory: int, *, must_succeed: bool = False) -> bool:
         """Have the mover import a directory of the PFS.
 
-        Returns False if it cannot be imported now; with `must_succeed` raises the error.
-
-        An application waits for it: if the last scan took too long, the next ones get little time until one succeeds.
+        Returns False if it cannot be imported now; with `must_succeed` raises the error. An application waits for it: if the last scan took
+        too long, the next ones get little time until one succeeds.
         """
         try:
             timeout_s = limits.SCAN_WAIT_SLOW_S if self._is_scan_slow else limits.SCAN_WAIT_S

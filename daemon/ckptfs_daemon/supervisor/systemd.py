@@ -53,9 +53,8 @@ class Systemd:
     def is_restarting(self) -> bool:
         """Return True if systemd stops this unit only to start it again.
 
-        Waits for its answer; without one: False.
-
-        During `systemctl restart`, the job of the unit is of the type restart until the process has ended.
+        Waits for its answer; without one: False. During `systemctl restart`, the job of the unit is of the type restart until the process
+        has ended.
         """
         if not (unit := self.unit):
             return False

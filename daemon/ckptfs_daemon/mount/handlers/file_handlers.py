@@ -172,11 +172,8 @@ class FileHandlers:
     ) -> T:
         """Run `act(fd)` on a writable descriptor, and again on another tier if this one is full.
 
-        `long`: always in a thread.
-
-        `growth`: the bytes by which the file may grow. `source`: a file that `act` reads; if it is on the PFS, `act` may hang.
-
-        Raises NoSpace if all tiers stay full and no space is to be expected.
+        `long`: always in a thread. `growth`: the bytes by which the file may grow. `source`: a file that `act` reads; if it is on the PFS,
+        `act` may hang. Raises NoSpace if all tiers stay full and no space is to be expected.
         """
         space_wait = SpaceWait(self._context)
         while True:

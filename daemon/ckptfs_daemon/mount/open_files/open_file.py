@@ -52,43 +52,34 @@ NONBLOCKING_WRITE = os.O_RDWR | os.O_NONBLOCK
 
 @dataclass(slots=True, eq=False)
 class OpenFile:
-    """State of one open inode. Belongs to the trio thread.
-
-    `shown`: the number under which the history shows it to the kernel; 0: `inode`. `content` and `storage` are None if
-    the PFS's own file is open. `created_as`: the directory and name of a new file. `prepared_bytes`:
-    allocated before its first write. `direct`: reads and writes pass through this process although there is a backing id.
-    `buffered_reason`: why there is no backing id. `handles`: handle -> whether it writes; `ways`: handle -> its way. `generation`: that of
-    the file when it was first opened. `fetch_waiter`: set while blocks are still being fetched; size and times of the backing file mean
-    nothing then. `last_status`: what the backing file showed last. `flushed`: what it showed when a close was recorded last, and when that
-    was. `writer_pid`: the thread that opened it for writing last.
-    """
+    """State of one open inode. Belongs to the trio thread."""
 
     inode: int
-    content: int | None
+    content: int | None  # None, as `storage`, if the PFS's own file is open.
     storage: TierStorage | None
     fd: int
-    shown: int = 0
+    shown: int = 0  # The number under which the history shows it to the kernel; 0: `inode`.
     backing_id: int = 0
     is_writable: bool = False
-    direct: bool = False
-    created_as: tuple[int, bytes] | None = None
+    direct: bool = False  # Reads and writes pass through this process although there is a backing id.
+    created_as: tuple[int, bytes] | None = None  # Directory and name of a new file.
     expected_bytes: int = 0
-    prepared_bytes: int = 0
-    handles: dict[int, bool] = field(default_factory=dict)
+    prepared_bytes: int = 0  # Allocated before its first write.
+    handles: dict[int, bool] = field(default_factory=dict)  # Handle -> whether it writes.
     ended_handles: list[int] = field(default_factory=list)
     has_ended_writer: bool = False
     atime_ns: int = 0
     fsynced_s: float = float("-inf")
     is_name_persisted: bool = False
-    generation: int = 0
-    fetch_waiter: "FetchWaiter | None" = None
-    last_status: os.stat_result | None = None
-    flushed: tuple[os.stat_result, int] | None = None
-    buffered_reason: Reason = Reason.NONE
-    ways: dict[int, HandleWay] = field(default_factory=dict)
+    generation: int = 0  # That of the file when it was first opened.
+    fetch_waiter: "FetchWaiter | None" = None  # Set during a fetch, when size and times of the backing file mean nothing.
+    last_status: os.stat_result | None = None  # What the backing file showed last.
+    flushed: tuple[os.stat_result, int] | None = None  # What it showed when a close was recorded last, and when that was.
+    buffered_reason: Reason = Reason.NONE  # Why there is no backing id.
+    ways: dict[int, HandleWay] = field(default_factory=dict)  # By handle.
     move_done: trio.Event | None = None
     active_count: int = 0
-    writer_pid: int = 0
+    writer_pid: int = 0  # The thread that opened it for writing last.
     idle: trio.Event | None = None
 
     @property

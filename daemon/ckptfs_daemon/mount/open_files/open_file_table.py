@@ -60,9 +60,8 @@ class OpenFileTable:
     ) -> None:
         """`passthrough` is None on the buffered path.
 
-        `kernel_owns_times`: the kernel's writeback cache keeps the mtime of files.
-
-        The kernel then sets a new mtime by itself and writes its pages at any time, so the mtime of a backing file means nothing.
+        `kernel_owns_times`: the kernel's writeback cache keeps the mtime of files. The kernel then sets a new mtime by itself and writes
+        its pages at any time, so the mtime of a backing file means nothing.
         """
         self.kernel_owns_times = kernel_owns_times
         self.db = db
@@ -155,9 +154,8 @@ class OpenFileTable:
     def find_history_reason(self, shown: int, row: Inode) -> Reason:
         """Return why the kernel must not read the backing file of a file of the history.
 
-        Returns NONE if it may, and outside of the history.
-
-        A program may write it by another name. It then gets this backing file, and readers of the history a copy.
+        Returns NONE if it may, and outside of the history. A program may write it by another name. It then gets this backing file, and
+        readers of the history a copy.
         """
         return Reason.HISTORY if shown and (row.nlink > row.history or row.id in self.by_inode) else Reason.NONE
 
@@ -435,9 +433,8 @@ class OpenFileTable:
     def delete_ram_files(self, doomed: list[int]) -> None:
         """Delete the files of doomed contents in RAM at once.
 
-        The mover deletes the others, and all in a cluster (`flow.reclaim`).
-
-        The open for writing breaks the lease of a mover thread that reads such a file: its space is free after the last close.
+        The mover deletes the others, and all in a cluster (`flow.reclaim`). The open for writing breaks the lease of a mover thread that
+        reads such a file: its space is free after the last close.
         """
         ram = self.tiers[Tier.RAM]
         for content in () if self.db.is_clustered else doomed:

@@ -48,9 +48,7 @@ class OpenRequest:
 class OpenResult:
     """A handle.
 
-    `direct`: reads and writes pass through this process, and the kernel keeps no pages of them.
-
-    The reply cache keeps it packed.
+    `direct`: reads and writes pass through this process, and the kernel keeps no pages of them. The reply cache keeps it packed.
     """
 
     inode: int

@@ -42,10 +42,8 @@ disk.declare_labels("history:copied", "history:separated")
 async def begin_successor(context: MountContext, inode: int, content: int, storage: TierStorage) -> int | None:
     """Give the file of a content that other nodes have to a new content of the inode.
 
-    The content that other nodes hold never changes.
-
-    The file keeps both names until the rows are recorded. Other nodes read `content` until this node has recorded something of the new
-    one. Returns None if the file changed meanwhile. Raises FileNotFoundError.
+    The content that other nodes hold never changes. The file keeps both names until the rows are recorded. Other nodes read `content` until
+    this node has recorded something of the new one. Returns None if the file changed meanwhile. Raises FileNotFoundError.
     """
     with reserve_content(context.db, storage.tier) as successor:
         await run_in_thread(storage.tier, lambda: local_copies.link_successor(storage, content, successor))
@@ -157,10 +155,8 @@ async def _copy_in_tier(context: MountContext, content: Content, source: TierSto
 async def _switch_readers(context: MountContext, inode: int, target: TierStorage, copied: int) -> list[OpenFile]:
     """Let all readers of the history read the copy, before the other file changes.
 
-    Returns them. Raises Busy if one cannot.
-
-    The kernel cannot be made to read another file. It reads a file of the history itself only if no program could write that when it was
-    opened, so a program would have to write it by a descriptor from before.
+    Returns them. Raises Busy if one cannot. The kernel cannot be made to read another file. It reads a file of the history itself only if
+    no program could write that when it was opened, so a program would have to write it by a descriptor from before.
     """
     switched: list[OpenFile] = []
     while left := [file for file in context.open_files.list_history_readers(inode) if file not in switched and file.content is not None]:

@@ -297,9 +297,8 @@ class SetReview:
     async def _delete_place(self, series: SeriesRecord, one: CheckpointSet, *, has_begun: bool) -> int | None:
         """Delete the names of an expired set in the application's directories.
 
-        Return their number; None if they are in use.
-
-        A directory goes if all files of the set are in it; if its deletion has begun, unless all its files are others by now.
+        Return their number; None if they are in use. A directory goes if all files of the set are in it; if its deletion has begun, unless
+        all its files are others by now.
         """
         db, name = self._context.db, one.record.name
         files = {path: inode.id for path, inode in history.list_files(db, one.directory) if inode.is_file and path not in MANIFEST_NAMES}
@@ -329,9 +328,8 @@ class SetReview:
     async def _delete_names(self, parent: int, tops: dict[bytes, int], expiring: int | None = None) -> int | None:
         """Delete names in a directory with all below them.
 
-        Return their number; None if a process has something of it open.
-
-        `expiring`: the set whose names these are, which is marked if they do not go at once.
+        Return their number; None if a process has something of it open. `expiring`: the set whose names these are, which is marked if they
+        do not go at once.
         """
         db = self._context.db
         if retention_state.is_in_use(db, tops.values()):
@@ -366,9 +364,8 @@ class SetReview:
     async def _reap(self, series: SeriesRecord, rule: RetentionRule, sets: Sequence[CheckpointSet]) -> float | None:
         """Delete incomplete members that no program will finish (H6).
 
-        Return the seconds until the next may be due; None if there is none.
-
-        They are older than a complete set, no process has them open, and nothing of them has changed for the time of the rule.
+        Return the seconds until the next may be due; None if there is none. They are older than a complete set, no process has them open,
+        and nothing of them has changed for the time of the rule.
         """
         pattern = patterns.parse(series.pattern)
         if rule.incomplete_after_s is None or pattern is None or not sets:
@@ -399,9 +396,8 @@ class SetReview:
 def _load_facts(db: Database, series: SeriesRecord, sets: Sequence[CheckpointSet]) -> list[SetFacts]:
     """Return the facts for the retention of the sets of a series, the newest first.
 
-    `sets`: the last one first. Those of which not all files are known are left out.
-
-    Of several sets of one name, only the last one may count as in its place.
+    `sets`: the last one first. Those of which not all files are known are left out. Of several sets of one name, only the last one may
+    count as in its place.
     """
     with db.read_transaction():
         listed = history_names.list_set_names(db, series.directory)

@@ -110,10 +110,8 @@ class SetTracker:
     async def wait_for_set_before_change(self, inode: int) -> None:
         """Wait until what is complete now is a set.
 
-        The application is about to write a part of it, or to remove a name of it.
-
-        Only the first of several changes in a directory waits, and not for long. In a cluster another node may have sealed the file: this
-        one inserts a candidate for it, too.
+        The application is about to write a part of it, or to remove a name of it. Only the first of several changes in a directory waits,
+        and not for long. In a cluster another node may have sealed the file: this one inserts a candidate for it, too.
         """
         now_s, is_shared = trio.current_time(), self._context.shared_namespace.is_shared
         is_all_processed = not self._candidate_due_s and self._wakes_at_last_pass == self._wakes
