@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ckptfs import lifecycle
+from ckptfs import lifecycle, limits
 from ckptfs.catalog import copies, handles, identity, journal, peer_copies, remote_contents
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
@@ -128,9 +128,10 @@ def count_writers(db: Database) -> int:
     return int(db.value("SELECT count(*) FROM handle WHERE writer = 1"))
 
 
-def get_largest_recent_size(db: Database, at_most: int) -> int:
-    """Return the size of the largest of the newest `at_most` contents, as a guess for the next one."""
-    return int(db.value("SELECT coalesce(max(size), 0) FROM (SELECT size FROM content WHERE remote = 0 ORDER BY id DESC LIMIT ?)", at_most))
+def get_largest_recent_size(db: Database) -> int:
+    """Return the size of the largest of the newest contents, as a guess for the next one."""
+    newest = "SELECT size FROM content WHERE remote = 0 ORDER BY id DESC LIMIT ?"
+    return int(db.value(f"SELECT coalesce(max(size), 0) FROM ({newest})", limits.RECENT_CONTENTS))
 
 
 def list_without_copy(db: Database) -> list[Content]:
@@ -235,9 +236,10 @@ def mark_awaiting_store_check(db: Database, inode: int) -> None:
     )
 
 
-def list_awaiting_store_check(db: Database, at_most: int) -> list[Content]:
+def list_awaiting_store_check(db: Database) -> list[Content]:
     """Return own contents that are kept only until the store was asked about them."""
-    numbers = db.rows("SELECT id FROM content WHERE remote = 0 AND superseded_mtime_ns = 0 AND state = 2 ORDER BY id LIMIT ?", at_most)
+    query = "SELECT id FROM content WHERE remote = 0 AND superseded_mtime_ns = 0 AND state = 2 ORDER BY id LIMIT ?"
+    numbers = db.rows(query, limits.UNCONFIRMED_MAX)
     return [found for (number,) in numbers if (found := get_content(db, number)) is not None]
 
 

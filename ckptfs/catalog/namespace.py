@@ -418,9 +418,10 @@ def insert_candidates(db: Database, candidates: Iterable[int]) -> None:
     db.run_each("INSERT OR REPLACE INTO set_candidate (inode, at_ns) VALUES (?, ?)", [(inode, now) for inode in candidates])
 
 
-def list_candidates(db: Database, after: int, at_most: int) -> list[tuple[int, int]]:
-    """Return (inode, at_ns) of candidates with greater numbers than `after`, in order."""
-    return db.rows("SELECT inode, at_ns FROM set_candidate WHERE inode > ? ORDER BY inode LIMIT ?", after, at_most)
+def list_candidates(db: Database, after: int) -> list[tuple[int, int]]:
+    """Return (inode, at_ns) of the next candidates with greater numbers than `after`, in order."""
+    query = "SELECT inode, at_ns FROM set_candidate WHERE inode > ? ORDER BY inode LIMIT ?"
+    return db.rows(query, after, limits.SET_CANDIDATES_MAX)
 
 
 def delete_candidates(db: Database, done: Iterable[tuple[int, int]]) -> None:

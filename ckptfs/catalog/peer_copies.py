@@ -336,7 +336,7 @@ def list_under_replicated(db: Database, after: int, at_most: int) -> list[tuple[
     return [(content, Tier(tier)) for content, (tier,) in map(build_content_and_rest, rows)]
 
 
-def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) -> list[tuple[Content, Tier]]:
+def list_under_replicated_of(db: Database, inodes: Sequence[int]) -> list[tuple[Content, Tier]]:
     """Return what `list_under_replicated` returns for the contents of these inodes, in their order."""
     if not inodes:
         return []
@@ -344,7 +344,7 @@ def list_under_replicated_of(db: Database, inodes: Sequence[int], at_most: int) 
         f"SELECT {CONTENT_COLUMNS}, max(c.tier) FROM json_each(?) u CROSS JOIN inode i ON i.id = u.value"
         " CROSS JOIN content k ON k.id = i.content AND k.under_replicated = 1 AND k.state = 2"
         " JOIN copy c ON c.content = k.id AND c.state = 1 AND c.tier <> 'pfs' GROUP BY u.key, k.id ORDER BY u.key LIMIT ?",
-        json.dumps([*inodes]), at_most,
+        json.dumps([*inodes]), limits.PEER_QUEUE_MAX,
     )  # fmt: skip
     return [(content, Tier(tier)) for content, (tier,) in map(build_content_and_rest, rows)]
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from ckptfs import limits
 from ckptfs.catalog import handles, identity, inodes, journal, pfs_state
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import is_same_file
@@ -149,9 +150,9 @@ def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
     return [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
 
 
-def count_names(db: Database, directory: int, at_most: int) -> int:
-    """Return how many names the PFS shows in a directory, at most `at_most`."""
-    return int(db.value("SELECT count(*) FROM (SELECT 1 FROM pfs_entry WHERE parent = ? LIMIT ?)", directory, at_most))
+def has_many_names(db: Database, directory: int) -> bool:
+    """Return whether the PFS shows `limits.SHARED_NAMES_MAX` names or more in a directory."""
+    return db.value("SELECT 1 FROM pfs_entry WHERE parent = ? LIMIT 1 OFFSET ?", directory, limits.SHARED_NAMES_MAX - 1) is not None
 
 
 def is_directory(db: Database, inode: int | None) -> bool:

@@ -170,7 +170,7 @@ def _is_claimed(db: Database, claim: bytes | None, content: int | None, generati
     return is_present and fields["node"] in peer_copies.list_live_nodes(db)
 
 
-def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]], files_max: int) -> SetTree | None:
+def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]]) -> SetTree | None:
     """Return what belongs to a member; None if a file is not sealed, or there are none or too many."""
     tree = SetTree({}, {}, {})
     with db.read_transaction():
@@ -185,7 +185,7 @@ def load_set_tree(db: Database, members: Iterable[tuple[bytes, int]], files_max:
                 tree.symlinks[path] = inode
             elif inode.is_file:
                 file = find_set_file(db, inode.id)
-                if file is None or len(tree.files) == files_max:
+                if file is None or len(tree.files) == limits.SET_FILES_MAX:
                     return None
                 tree.files[path] = file
     return tree if tree.files else None

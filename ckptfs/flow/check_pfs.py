@@ -84,7 +84,7 @@ class CheckPfs:
         """Return True if eviction is near: above the low mark, or no room for the next content."""
         capacity = self._tiers[tier].get_capacity()
         low, high = self._config.ram_low, self._config.ram_high
-        next_size = get_largest_recent_size(self._db, limits.RECENT_CONTENTS)
+        next_size = get_largest_recent_size(self._db)
         return bool(space.get_excess_bytes(capacity, low, low) or space.get_excess_bytes_for(capacity, next_size, high, low))
 
     def _take_candidate(self, tier: Tier) -> int | None:

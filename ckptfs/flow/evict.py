@@ -135,7 +135,7 @@ class Evict:
         """Return the bytes to free in RAM for the next content, which takes prepared memory."""
         high, low = self._watermarks[Tier.RAM]
         capacity = space.add_free(capacity, self._tiers.prepared.get_bytes())
-        return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db, limits.RECENT_CONTENTS), high, low)
+        return space.get_excess_bytes_for(capacity, get_largest_recent_size(self._db), high, low)
 
     def _drop_stale(self, storage: TierStorage) -> int:
         """Drop stale copies of other nodes' contents. Return their number."""

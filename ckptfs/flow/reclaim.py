@@ -65,7 +65,7 @@ class ReadGrace:
 
     def _has_room(self, tier: Tier) -> bool:
         capacity = self._tiers[tier].get_capacity()
-        next_bytes = max(contents.get_largest_recent_size(self._db, limits.RECENT_CONTENTS), summary.get_space_demand(self._db))
+        next_bytes = max(contents.get_largest_recent_size(self._db), summary.get_space_demand(self._db))
         return space.fits(capacity, next_bytes, self._high[tier])
 
 

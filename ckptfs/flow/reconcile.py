@@ -80,9 +80,8 @@ class Reconcile:
                 self._reported_unneeded.update(reported)  # They are reported only once.
                 raise
             return bool(self._reported_unneeded)
-        if marked := [
-            content for content in contents.list_awaiting_store_check(self._db, limits.UNCONFIRMED_MAX) if content.id not in self._checked
-        ][:BATCH_CONTENTS]:
+        marked = [one for one in contents.list_awaiting_store_check(self._db) if one.id not in self._checked][:BATCH_CONTENTS]
+        if marked:
             self._check_own(marked)
             self._checked |= {content.id for content in marked}  # What is not decided by that waits for a sweep.
             return True

@@ -265,10 +265,7 @@ class Scan:
 
     def _warn_if_large(self, directory: int) -> None:
         """Warn once of a directory that may fill the store with four keys for every name."""
-        if (
-            directory in self._large_directories
-            or scans.count_names(self._db, directory, limits.SHARED_NAMES_MAX) < limits.SHARED_NAMES_MAX
-        ):
+        if directory in self._large_directories or not scans.has_many_names(self._db, directory):
             return
         self._large_directories.add(directory)
         remedy = "raise etcd's quota, or give pfs= a directory with fewer files"

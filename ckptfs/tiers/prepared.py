@@ -308,11 +308,11 @@ def begin_trim(fd: int) -> bool:
     return False
 
 
-def trim_end(fd: int, *, bytes_max: int) -> None:
-    """Remove up to `bytes_max` of pages beyond the end of a prepared file that no process writes."""
+def trim_end(fd: int) -> None:
+    """Remove the pages beyond the end of a prepared file that no process writes, unless they are many."""
     status = os.fstat(fd)
     end = _round_to_page(status.st_size)
-    if is_prepared(status) and 0 < status.st_blocks * _BLOCK_BYTES - end <= bytes_max:
+    if is_prepared(status) and 0 < status.st_blocks * _BLOCK_BYTES - end <= limits.PREPARED_TRIM_BYTES_MAX:
         _punch(fd, end, limits.OFFSET_MAX - procfs.PAGE_BYTES - end)
         os.utime(fd, ns=(status.st_atime_ns, status.st_mtime_ns))
 

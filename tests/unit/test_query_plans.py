@@ -52,7 +52,7 @@ def run_steps(node: Node) -> None:
     peer_copies.count_rebuildable(node.db)
     remote_contents.list_hosted_with(node.db, 2, 0, 64)
     remote_contents.list_only_stale(node.db, 0, 64)
-    namespace.list_candidates(node.db, 0, 64)
+    namespace.list_candidates(node.db, 0)
     set_members.count_history_bytes(node.db)
     user_settings.list_removals(node.db)
     history.list_series(node.db)

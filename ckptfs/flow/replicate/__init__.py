@@ -115,7 +115,7 @@ class Replicate:
         if groups != self._urgent_groups:
             self._urgent_groups = groups
             self._queues.clear_waiting()
-        urgent = peer_copies.list_under_replicated_of(self._db, [inode for group in groups for inode in group], limits.PEER_QUEUE_MAX)
+        urgent = peer_copies.list_under_replicated_of(self._db, [inode for group in groups for inode in group])
         for content, tier in urgent:
             if tier in self._tiers:
                 self._plan(content, tier)

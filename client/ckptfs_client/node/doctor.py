@@ -81,7 +81,7 @@ def _check_kernel() -> Iterator[Finding]:
         words = f"{release} has no FUSE passthrough: the buffered data path is used"
         yield Finding("kernel", NOTE, words, "for full speed: Linux 6.9 or later")
         return
-    setting = _read_kernel_setting("CONFIG_FUSE_PASSTHROUGH", release)
+    setting = _read_passthrough_setting(release)
     if setting == "y":
         yield Finding("kernel", GOOD, f"{release} with FUSE passthrough")
     elif setting is None:
@@ -104,12 +104,12 @@ def _check_request_timeout() -> Iterator[Finding]:
         yield Finding("fuse timeout", GOOD, "the kernel waits for slow answers")
 
 
-def _read_kernel_setting(name: str, release: str) -> str | None:
-    """Return a build setting of the running kernel: "" if it is off, None if it cannot be read."""
+def _read_passthrough_setting(release: str) -> str | None:
+    """Return CONFIG_FUSE_PASSTHROUGH of the running kernel: "" if it is off, None if it cannot be read."""
     for path in (Path("/proc/config.gz"), Path(f"/boot/config-{release}"), Path(f"/lib/modules/{release}/config")):
         with contextlib.suppress(OSError):
             text = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-            match = re.search(rf"^{name}=(\w+)$".encode(), text, re.MULTILINE)
+            match = re.search(rb"^CONFIG_FUSE_PASSTHROUGH=(\w+)$", text, re.MULTILINE)
             return match[1].decode() if match else ""
     return None
 

@@ -377,7 +377,7 @@ class OpenFileTable:
         if file.storage is None or file.content is None or not prepared.is_prepared(status):
             return
         with contextlib.suppress(OSError), disk.closing(file.storage.open(file.content, NONBLOCKING_WRITE)) as fd:
-            prepared.trim_end(fd, bytes_max=limits.PREPARED_TRIM_BYTES_MAX)
+            prepared.trim_end(fd)
 
     def _finish_release(self, file: OpenFile, doomed: list[int]) -> None:
         """Give back the descriptor, the backing id and doomed contents, after the commit."""

@@ -85,7 +85,7 @@ class FoundMember:
             if named is None:
                 return None
             members.append((DMTCP_SCRIPT, named.id))
-        return set_members.load_set_tree(db, members if self.source is None else [(b"", self.source)], limits.SET_FILES_MAX)
+        return set_members.load_set_tree(db, members if self.source is None else [(b"", self.source)])
 
 
 class SetMaker:

@@ -171,7 +171,7 @@ class SetTracker:
 
     def _list_unprocessed(self, before_ns: int) -> list[Row]:
         waiting = {one.row for one in self._waiting.values() if not one.is_contended}
-        rows = namespace.list_candidates(self._context.db, 0, limits.SET_CANDIDATES_MAX)
+        rows = namespace.list_candidates(self._context.db, 0)
         return [row for row in rows if row[1] <= before_ns and row not in waiting]
 
     async def run(self) -> None:
@@ -236,7 +236,7 @@ class SetTracker:
         """Process a batch of candidates. Return True if there are more."""
         wakes, is_first = self._wakes, not self._last_inode
         self._search_s = 0.0
-        rows = namespace.list_candidates(self._context.db, self._last_inode, limits.SET_CANDIDATES_MAX)
+        rows = namespace.list_candidates(self._context.db, self._last_inode)
         self._last_inode = rows[-1][0] if len(rows) == limits.SET_CANDIDATES_MAX else 0
         due_s = self._candidate_due_s | {one.row: one.due_s for one in self._waiting.values()}
         now_s = trio.current_time()
@@ -373,7 +373,7 @@ def _find_equal(db: Database, series_directory: int, made: CheckpointSet, tree: 
     """Return the name of the set before one if it has the same bytes, else ""."""
     before = [one for one in history_names.list_set_names(db, series_directory) if one.number < made.record.number]
     former = max(before, key=lambda one: one.number, default=None)
-    old = None if former is None else set_members.load_set_tree(db, [(b"", former.directory)], limits.SET_FILES_MAX)
+    old = None if former is None else set_members.load_set_tree(db, [(b"", former.directory)])
     if former is None or old is None:
         return ""
     is_equal = is_unchanged(*([(file.size, file.digest) for file in one.files.values()] for one in (tree, old)))
