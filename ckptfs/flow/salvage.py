@@ -103,7 +103,7 @@ class Salvage:
         if time.monotonic() >= self._next_look_s:
             self._next_look_s = time.monotonic() + limits.SALVAGE_POLL_S
             self._salvage_undecided(view)
-            self._writers_may_return = self._writers_may_return and self._tell_returned(view)
+            self._writers_may_return = self._writers_may_return and self._tell_returned()
             if self._has_troubles and time.monotonic() >= self._troubles_checked_s + TROUBLES_CHECK_S:
                 self._has_troubles, self._troubles_checked_s = self._end_troubles(), time.monotonic()
         return False
@@ -307,7 +307,7 @@ class Salvage:
 
     # --- when the writer returns ---------------------------------------------------------------------------------------
 
-    def _tell_returned(self, view: ClusterView) -> bool:
+    def _tell_returned(self) -> bool:
         """Tell live writers which contents of theirs are missed. Return True for a while if one is."""
         is_waiting = False
         for inode, raw in salvage_records.list_salvaged(self._db):

@@ -83,7 +83,7 @@ class Seal:
         if more:
             self._after = after
         else:
-            self._drop_stale_retries(batch)
+            self._drop_stale_retries()
         return more
 
     def next_due_s(self) -> float | None:
@@ -203,11 +203,9 @@ class Seal:
         self._retries[number] = _Retry(time.monotonic() + delay_s, delay_s)
         return delay_s
 
-    def _drop_stale_retries(self, batch: list[tuple[Content, Tier]]) -> None:
+    def _drop_stale_retries(self) -> None:
         """Forget the retries of contents that were opened again or deleted."""
-        if self._retries and len(batch) < BATCH_CONTENTS:
-            for number in [number for number in self._retries if self._get_state(number) is not ContentState.CLOSED]:
-                del self._retries[number]
+        self._retries = {number: wait for number, wait in self._retries.items() if self._get_state(number) is ContentState.CLOSED}
 
     def _get_state(self, number: int) -> ContentState | None:
         found = contents.get_content(self._db, number)

@@ -304,7 +304,6 @@ class LiveNode:
     """One node: its mount, its log, its processes, its link. `kill` to `slow` are those of the lab."""
 
     def __init__(self, laboratory: Laboratory, node: LabNode) -> None:
-        self._laboratory = laboratory
         self._node = node
         self.name, self.path, self.state, self.address = node.name, node.mountpoint, node.state, node.address
         self.namespace = node.namespace

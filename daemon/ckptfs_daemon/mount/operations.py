@@ -144,7 +144,7 @@ class Operations(pyfuse3.Operations):
     async def setattr(
         self, inode: int, attr: "EntryAttributes", fields: "SetattrFields", fh: int | None, ctx: "RequestContext"
     ) -> "EntryAttributes":
-        return await self._choose(self._attributes, inode).setattr(inode, attr, fields, fh)
+        return await self._choose(self._attributes, inode).setattr(inode, attr, fields)
 
     async def readlink(self, inode: int, ctx: "RequestContext") -> bytes:
         return await self._choose(self._attributes, inode).readlink(inode)

@@ -86,7 +86,7 @@ class TierMonitor:
         """Store the verdict, and report it if it is new."""
         before, self._health = self._health, verdict
         if verdict.state is not before.state:
-            self._log_change(before, verdict)
+            self._log_change(verdict)
             if self._storage.tier is Tier.NVME:
                 await self._record(self._report_only_copies, verdict)
             if verdict.state is HealthState.NORMAL:
@@ -124,7 +124,7 @@ class TierMonitor:
         for path in paths:
             log.error("%s: cannot be read: its only copy is on %s, which is down", path, self._storage.tier)
 
-    def _log_change(self, before: Health, now: Health) -> None:
+    def _log_change(self, now: Health) -> None:
         is_up = now.state is HealthState.NORMAL
         events.record(
             EventKind.TIER_UP if is_up else EventKind.TIER_DOWN, tier=self._storage.tier.value, path=str(self._root),

@@ -61,7 +61,7 @@ class AttributeHandlers:
             raise posix_error(errno.EINVAL)
         return target
 
-    async def setattr(self, inode: int, attr: EntryAttributes, fields: "SetattrFields", fh: int | None) -> EntryAttributes:
+    async def setattr(self, inode: int, attr: EntryAttributes, fields: "SetattrFields") -> EntryAttributes:
         """Serve chmod, chown, truncate and utimens, also several at once."""
         request = get_current_request()
         if fields.update_ctime:

@@ -217,11 +217,11 @@ class DirectoryHandlers:
 
     async def statfs(self) -> "StatvfsData":
         """Return how much can be written: to the PFS, or to RAM and NVMe if that is more."""
-        capacities = self._context.tiers.get_local_capacities().values()
-        total, free = sum(capacity.total for capacity in capacities), sum(capacity.free for capacity in capacities)
+        capacities = self._context.tiers.get_local_capacities()
+        total, free = sum(one.total for one in capacities.values()), sum(one.free for one in capacities.values())
         # A write frees these.
         free += self._context.tiers.prepared.get_bytes()
-        free += sum(copies.count_doomed_bytes(self._context.db, tier) for tier in self._context.tiers.get_local_capacities())
+        free += sum(copies.count_doomed_bytes(self._context.db, tier) for tier in capacities)
         if Tier.PFS in self._context.tiers:
             pfs = await self._get_pfs_capacity()
             total, free = max(total, pfs.total), max(free, pfs.free)

@@ -351,7 +351,7 @@ class SetReview:
                 retention_state.mark_set(db, expiring, retention_state.EXPIRING_XATTR)
             found = []
             for parent, name in batch:
-                with contextlib.suppress(FileNotFoundError, OSError):
+                with contextlib.suppress(OSError):
                     inode = namespace.lookup(db, parent, name)
                     found.append((namespace.rmdir if inode.is_directory else namespace.unlink)(db, parent, name))
             return found
