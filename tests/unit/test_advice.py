@@ -185,7 +185,7 @@ def test_a_job_that_does_not_get_on(run: Callable[..., str]) -> None:
     [
         ([], "say how often failures come"),
         (["--mtbf", "1h", "--node-mtbf", "1y"], "say how often failures come"),
-        (["--node-mtbf", "1y"], "--node-mtbf asks for --nodes"),
+        (["--node-mtbf", "1y"], "--node-mtbf needs --nodes"),
         (["--mtbf", "soon"], "--mtbf 'soon' is not a duration; accepted: "),
         (["--mtbf", "0"], "--mtbf '0' is not a duration"),
         (["--mtbf", "1h"], "--cost TIME"),

@@ -58,7 +58,7 @@ def parse_failure_rate(mtbf: str | None, nodes: int | None, node_mtbf: str | Non
     if mtbf is not None:
         return parse_time("--mtbf", mtbf)
     if nodes is None:
-        raise UsageError("--node-mtbf asks for --nodes N")
+        raise UsageError("--node-mtbf needs --nodes N")
     return parse_time("--node-mtbf", node_mtbf or "") / nodes
 
 
@@ -79,8 +79,8 @@ def advise(
     """Say how often to save, from the cost of a checkpoint and the failure rate.
 
     The cost is measured from the times of the newest sets. The real one may be higher; give --cost if you know it, or if the job works
-    while it saves. The intervals are those of Young and of Daly. Without a failure rate, that of the event log counts, as `ckptfs goodput`
-    shows it.
+    while it saves. The intervals are those of Young and of Daly. Without a failure rate, the one in the event log is used, as
+    `ckptfs goodput` shows it.
 
     Example: ckptfs advise '/ckpt/run1/step_*' --nodes 512 --node-mtbf 5y
     """
@@ -136,7 +136,7 @@ def simulate(
     write_back: Annotated[str, time_option("Until the set is on the PFS; without a PFS, until the next one.")] = "1h",
     size: Annotated[str, Option(metavar="SIZE", help="What each node writes of a checkpoint.")] = "64G",
     keep: Annotated[int, Option(min=1, help="Complete checkpoints that a node keeps while it writes the next one.")] = 1,
-    trials: Annotated[int, Option(min=100, metavar="N", help="Failures to follow.")] = 50_000,
+    trials: Annotated[int, Option(min=100, metavar="N", help="Failures to simulate.")] = 50_000,
     seed: Annotated[int, Option(help="The same seed gives the same answer.")] = 1,
     json: Json = False,
 ) -> None:

@@ -376,7 +376,7 @@ class Campaign:
     def finish(self) -> None:
         """Compare: all nodes and the PFS show the same tree, and no copy is bad."""
         if self.turns <= len(self.applications):
-            raise CommandFailed(f"the applications did only {self.turns} turns")
+            raise CommandFailed(f"the applications completed only {self.turns} turns")
         with self._rest():
             self.over.set()
             for thread in self._threads:

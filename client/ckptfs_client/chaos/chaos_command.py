@@ -41,11 +41,11 @@ def chaos(
     keep: Annotated[bool, Option("--keep", help="Leave the lab as it is at the end.")] = False,
     json: Json = False,
 ) -> None:
-    """Start a lab, have applications save and load there, make faults, and check the promises.
+    """Start a lab, let applications save and load there, inject faults, and check the promises.
 
-    A round is a few faults and the repair of everything. All nodes are read meanwhile: no call may fail where only a process of ckptfs was
-    killed, what reached the clique is there on every living node, `latest` always loads, and after a repair every file has its copies.
-    The seed draws the faults; what applications do in between depends on the machine. The exit code is 1 if a promise is broken.
+    A round injects a few faults and then repairs everything. All nodes are read meanwhile: no call may fail where only a process of
+    ckptfs was killed, what reached the clique is there on every living node, `latest` always loads, and after a repair every file has its
+    copies. The seed determines the faults, but not what applications do in between. The exit code is 1 if a promise is broken.
 
     Needs root. Example: ckptfs chaos --seed 7 --minutes 10
     """

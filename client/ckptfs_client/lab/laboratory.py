@@ -296,7 +296,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float, what: Callable
     until = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > until:
-            raise NotInTime(f"not so within {timeout_s:.0f} s: {what()}")
+            raise NotInTime(f"still not so after {timeout_s:.0f} s: {what()}")
         threading.Event().wait(POLL_S)
 
 

@@ -25,8 +25,8 @@ def health(
 ) -> None:
     """Say in one line whether the tiers and peers of this node are sound.
 
-    It is meant for the health checks of Slurm and of rendezvous. The exit code is 0 if all is well, 3 if there is no mount or no answer,
-    and else 1: a tier, a peer or a file is not sound, or this node is about to be taken away. Neither the PFS nor a file is touched.
+    It is meant for health checks, such as that of Slurm. The exit code is 0 if all is well, 3 if there is no mount or no answer, and 1
+    otherwise: a tier, a peer or a file is not sound, or this node is about to be taken away. Neither the PFS nor a file is touched.
     With --json: one object for one mount, a list for several.
 
     Example: ckptfs health /ckpt --timeout 2s
@@ -53,8 +53,8 @@ def show_config(
     """Show the effective options of a mount, and where each was given.
 
     An option was given on the command line (mount -o, fstab, a unit) or in the file of config=; any other has its default. The options are
-    those with which the daemon was started. A later change of the file takes effect at the next mount. Of keys, only the paths are
-    shown.
+    those with which the daemon was started. A later change of the file takes effect at the next mount. Of keys, it shows only
+    the paths.
 
     Example: ckptfs config /ckpt --given
     """
@@ -72,7 +72,7 @@ def show_config(
 
 @app.command()
 def who(
-    path: Annotated[Path, Argument(metavar="PATH", help="A file or directory in a mount. Of a directory, all below counts.")],
+    path: Annotated[Path, Argument(metavar="PATH", help="A file or directory in a mount. A directory stands for all that is below it.")],
     json: Json = False,
 ) -> None:
     """Show which processes have a file or directory open.
@@ -145,7 +145,7 @@ def upgrade(
 ) -> None:
     """Replace the running daemon of a mount by this version of ckptfs.
 
-    Applications go on: their system calls wait for about a second. The daemon first tries whether this version starts with its
+    Applications go on: their system calls wait for about half a second. The daemon first tries whether this version starts with its
     configuration and its catalog. If not, the command says why and ends with 1, and the daemon goes on as it is.
 
     Example: ckptfs upgrade /ckpt

@@ -104,7 +104,7 @@ class GuardedMountpoint:
         try:
             mountpoint_guard.clear(guard)
         except OSError as failure:
-            log.warning("%s: its guard cannot be taken away: %s; chattr -i %s", guard.path, failure.strerror, guard.path)
+            log.warning("%s: its guard cannot be removed: %s; chattr -i %s", guard.path, failure.strerror, guard.path)
 
 
 def _get_instance(config: Config) -> str:
