@@ -388,9 +388,9 @@ def _is_chosen(inode: Value | None) -> bool:
     return CHOSEN_XATTR.decode() in (inode or {}).get("xattrs", {})
 
 
-def _is_directory(entry: bytes | None) -> int:
+def _is_directory(entry: bytes | None) -> bool:
     """Return whether a name leads to a directory, without decoding the value: each name is asked."""
-    return int(entry is not None and _DIRECTORY_TYPE_JSON in entry)
+    return entry is not None and _DIRECTORY_TYPE_JSON in entry
 
 
 def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:

@@ -443,9 +443,7 @@ class Tiers(Mapping[Tier, TierStorage]):
     def needs_buffered_path(
         self, tier: Tier, expected_bytes: int | None, reserved_bytes: int = 0, prepared_file: PreparedFile | None = None
     ) -> bool:
-        """Return True if the tier, with prepared files given back, is too full for passthrough."""
-        if tier is Tier.PFS:
-            return False
+        """Return True if RAM or NVMe, with prepared files given back, is too full for passthrough."""
         if self._tiers[tier].shares_filesystem:
             return True  # Nothing but the mount process enforces the budget.
         decide = space.needs_buffered_path if any(self.list_next(tier)) else space.needs_buffered_path_in_last_tier
