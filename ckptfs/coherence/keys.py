@@ -255,9 +255,9 @@ def list_local_names(db: Database, inode: int) -> list[SharedKey]:
 
 
 def list_shared_names(db: Database, inode: int, theirs: Value | None = None) -> list[list[Any]]:
-    """Return the names of a file, sorted: those of the store but removed ones, and new ones.
+    """Return the names of a file, sorted: those of the store without removed ones, and new ones.
 
-    The store's are `theirs`, or as cached.
+    `theirs`: its value in the store; None: the cached one.
     """
     cached = "SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''"
     fields = theirs or decode_value(db.value(cached, inode))

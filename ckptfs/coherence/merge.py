@@ -110,7 +110,7 @@ def encode_missed(records: Iterable[Value]) -> str | None:
 def merge_missed(base: Value | None, ours: Value, theirs: Value, *, ends_own: bool = False) -> Value:
     """Return the field of the salvage records: those of the store, and new ones of this node.
 
-    Those go that this node has ended: one by one, or with `ends_own` by what it wrote, which it missed itself.
+    Records that this node has deleted are left out; with `ends_own`, so are those of the contents that it shows now and showed at `base`.
     """
     known, here = ([record["content"] for record in list_missed(value)] for value in (base, ours))
     ended = [content for content in known if content not in here] + [ours.get("content"), (base or {}).get("content")] * ends_own
@@ -151,7 +151,7 @@ def merge_content(ours: Value, theirs: Value) -> Value:
 def list_written(base: Value, ours: Value, theirs: Value) -> tuple[bool, bool]:
     """Return whether this node wrote a file since `base`, and whether others did.
 
-    The generation of an open file may have been told before: a close changes the time only, and counts against what others wrote.
+    An open file may have published its generation before. Its close then changes only the time, which counts if others wrote, too.
     """
     have_others = is_written_since(base, theirs)
     is_closed = ours.get("closed_ns") != base.get("closed_ns")

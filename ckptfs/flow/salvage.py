@@ -191,9 +191,9 @@ class Salvage:
         return newest > held_copy.generation
 
     def _may_pfs_be_newer(self, on_pfs: SharedPfsState | None) -> bool:
-        """Return whether a dead node was changing the file on the PFS: the taker of its rows looks.
+        """Return whether a dead node was changing the file on the PFS, and no node has looked there since.
 
-        The PFS may be away for long. What other nodes have is shown then.
+        If that takes long, because the PFS is away, the file shows what other nodes have.
         """
         return on_pfs is not None and on_pfs.in_hand and time.monotonic() - self._view_since_s < limits.FETCH_PATIENCE_S
 

@@ -193,9 +193,9 @@ def _set_xattrs(directory: int, path: bytes, owner: Owner, wanted: Mapping[bytes
 
 
 def _tolerate(what: str, codes: set[int], directory: int, owner: Owner, call: Callable[[], None]) -> None:
-    """Run `call` for a file of this owner in a directory, as that one if root is refused.
+    """Run `call` on a file in a directory, as its owner if root is refused.
 
-    Log the first refusal of `codes`; raise others.
+    Errors in `codes` are logged, each once for `what`; others are raised.
     """
     try:
         retry_as_owner(call, lambda: [owner])

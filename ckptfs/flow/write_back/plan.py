@@ -460,10 +460,10 @@ class Planner:
                 self._plan_removal(name)
 
     def _adopt_entry(self, row: JournalRow, content: Content, name: PfsName) -> bool:
-        """Take over the file that the PFS shows for a separated one, if it has these bytes.
+        """Let a set keep the file that the PFS shows for a separated one. Return False if it cannot.
 
-        Its other names show the set's file until the new bytes come, so no attributes of these reach it. Returns False if it has others,
-        or if the separated file has no new bytes yet: the PFS may have the only copy of the ones that it has.
+        The file must have the bytes of the set. The other names show it until the separated one's new bytes come. Before there are any,
+        the PFS may have the only copy of the old ones, so the separated file keeps them.
         """
         shown = self.view.get_entry(*name)
         published = None if shown is None or shown.inode in self._rewritten else self._facts.get_published(shown.inode)

@@ -268,9 +268,9 @@ class SharedPlanner(Planner):
         return True
 
     def _leave(self, inode: int, name: PfsName, new: PfsName) -> bool:
-        """Move what is to hold a directory out of it first. Return False if that has to wait.
+        """Move the directory of `new` out of `inode`, if it is still below. Return False if that has to wait.
 
-        Another node has not done it yet.
+        Another node has moved it in the mount, and not on the PFS yet.
         """
         directory = new[0]
         while self._is_one_in_other(name, new) and directory not in (ROOT, inode):

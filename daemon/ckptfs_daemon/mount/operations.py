@@ -187,7 +187,7 @@ class Operations(pyfuse3.Operations):
 class ReadOnlyOperations(Operations):
     """The handlers of a read-only mount: every change fails with EROFS.
 
-    The kernel refuses changes before, unless its own flag is taken away by a remount that did not ask ckptfs.
+    The kernel refuses them first, unless a remount that bypassed ckptfs has cleared its flag.
     """
 
     async def _refuse(self, *_: object) -> NoReturn:

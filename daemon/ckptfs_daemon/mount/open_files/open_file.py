@@ -106,10 +106,7 @@ class OpenFile:
         return 0 if status is None else max(0, self.expected_bytes - status.st_blocks * STAT_BLOCK_BYTES)
 
     def read_status(self) -> os.stat_result | None:
-        """Read and remember the status of the backing file.
-
-        On the PFS and on a failing tier, return the last known one.
-        """
+        """Read the status of the backing file; on the PFS and on a failing tier return the last known one."""
         if self.fd >= 0 and self.storage is not None and self.storage.tier is not Tier.PFS:
             try:
                 self.last_status = os.fstat(self.fd)

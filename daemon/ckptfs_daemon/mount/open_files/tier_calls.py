@@ -37,10 +37,7 @@ _Task = Callable[[], Awaitable[None]]
 
 
 class TierThreads:
-    """Threads for calls on a tier that may hang. Belongs to the trio thread.
-
-    Others run in place of those that hang.
-    """
+    """Threads for calls on a tier; others run in place of those that hang. Belongs to the trio thread."""
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(limits.TIER_THREADS_MAX)

@@ -66,9 +66,9 @@ class MountMemberReader:
         return {entry.name: inode for entry, inode in namespace.iterate_entries(self._context.db, directory)}
 
     async def list_tree(self, directory: int) -> dict[bytes, Inode]:
-        """Return what is below a directory and no directory itself, by path.
+        """Return all that is below a directory, but the directories themselves, by path.
 
-        Each directory counts once: while they are read one after the other, directories of the store may be in each other.
+        Each directory is read once: in the store, directories may be moved into each other while they are read.
         """
         found, todo, seen = dict[bytes, Inode](), [(b"", directory)], {directory}
         while todo:
@@ -99,10 +99,9 @@ class MountMemberReader:
         first: int = 0,
         at_most: int | None = None,
     ) -> FoundLatest:
-        """Search the newest complete member of the series with this name.
+        """Find the newest complete member of a series; an empty name means the only one in the directory.
 
-        If the name is empty, that of the only series in the directory. The other arguments are those of `search.find_newest`. A caller that
-        may list the directory may ask for it.
+        The other arguments are those of `search.find_newest`. Any caller that may list the directory may ask.
         """
         await self._refresh_directory(directory)
         siblings = await self.compute(functools.partial(history_names.list_shown_names, self._context.db, directory))

@@ -211,10 +211,7 @@ class SetMaker:
             await trio.lowlevel.checkpoint()
 
     async def _confirm(self, tree: SetTree) -> None:
-        """Wait, in a cluster, until other nodes know the links. Raises Busy.
-
-        Busy: another node wrote a file before.
-        """
+        """Wait until other nodes know the links. Raises Busy if one of them wrote a file before that."""
         shared_namespace = self._context.shared_namespace
         if not shared_namespace.is_shared:
             return
@@ -239,10 +236,7 @@ class SetMaker:
     # --- the manifest -------------------------------------------------------------------------------------------------
 
     async def _write_manifest(self, made: CheckpointSet, tree: SetTree) -> None:
-        """Write the manifest into the set.
-
-        A set whose own files have these names has none, and so has one for which there is no room.
-        """
+        """Write the manifest into the set, unless its own files have these names, or there is no room."""
         if any(name in tree.files for name in MANIFEST_NAMES):
             return
         path = inodes.get_path(self._context.db, inodes.get(self._context.db, made.directory).parent)

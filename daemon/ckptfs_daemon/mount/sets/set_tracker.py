@@ -139,9 +139,9 @@ class SetTracker:
 
     @contextlib.asynccontextmanager
     async def guard_writer(self, inode: int) -> AsyncIterator[None]:
-        """Open a file for writing inside of this.
+        """Surround the opening of a file for writing.
 
-        First what is complete becomes a set, then no node takes the file for a part of one.
+        Before it, what is complete becomes a set. From then on, no node takes the file for a part of one.
         """
         await self.wait_for_set_before_change(inode)
         db, shared_namespace = self._context.db, self._context.shared_namespace
@@ -261,10 +261,7 @@ class SetTracker:
         return bool(self._last_inode)
 
     async def _find(self, rows: list[Row]) -> dict[Row, list[FoundMember]]:
-        """Return the members of which each candidate is a part.
-
-        Candidates in paused directories are left out.
-        """
+        """Return the members that each candidate is a part of, without candidates in paused directories."""
         db, candidates = self._context.db, [inode for inode, _ in rows]
         now_s = trio.current_time()
         self._directory_pauses = {directory: until_s for directory, until_s in self._directory_pauses.items() if until_s > now_s}
@@ -476,10 +473,7 @@ class MemberSearch:
         return self._kinds[directory]
 
     def _build_committed(self, inode: int) -> list[FoundMember]:
-        """Return a file or directory outside any series that a user committed as complete.
-
-        It is a series of its own.
-        """
+        """Return a file or directory outside any series that a user committed, as a series of its own."""
         found = []
         for directory, name in self._places[inode]:
             is_directory = set_members.list_possible_members(self._db, directory)[name][1]
