@@ -163,26 +163,22 @@ def record_remote(db: Database, remote: RemoteState, *, is_from_store: bool = Fa
         if known is None:
             _insert_remote(db, remote)
             return True
-        generation, state, digest, peer, blocks = known
-        if state == ContentState.OPEN or generation > remote.generation or (state == ContentState.DOOMED):
+        generation, state, digest, is_remote, blocks = known
+        if state in {ContentState.OPEN, ContentState.DOOMED} or generation > remote.generation:
             return False
         # It may belong to another file by now: see `history.separate`.
         is_other_file = "id = ?2 AND inode <> ?1 AND (remote = 1 OR ?3)"
         db.run(f"UPDATE content SET inode = ?1 WHERE {is_other_file}", remote.inode, remote.content, is_from_store)
-        if remote.is_open and (digest is not None or peer):
+        if remote.is_open and (digest is not None or is_remote):
             if digest is None or remote.generation <= generation + 1:
-                return bool(peer)
+                return bool(is_remote)
             # It was closed in between, or another node has asked for its state: its writer knows more than this node.
             remote = RemoteState(remote.content, remote.inode, generation + 1, remote.size, None)
-        is_same_generation = generation == remote.generation
-        if is_same_generation and not peer and (state == ContentState.CLOSED or digest == remote.digest or remote.digest is None):
-            return True
-        if (
-            is_same_generation
-            and peer
-            and (remote.digest is None or (digest == remote.digest and (blocks is not None or remote.blocks is None)))
-        ):
-            return True
+        if generation == remote.generation:
+            adds_blocks = is_remote and blocks is None and remote.blocks is not None
+            is_known = state == ContentState.CLOSED and not is_remote
+            if is_known or remote.digest is None or (digest == remote.digest and not adds_blocks):
+                return True
         if digest is None or digest != remote.digest:
             mark_copies_stale(db, remote.content)
             blocks = None
