@@ -98,10 +98,8 @@ class LevelCheck:
             if incomplete_count == INCOMPLETE_MAX:
                 break
         # Inodes that were not checked yet count as files of unknown size.
-        files, size = (
-            len(self._remaining) - len(self._non_files),
-            sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items()),
-        )
+        files = len(self._remaining) - len(self._non_files)
+        size = sum(max(0, size - copied.get(inode, 0)) for inode, size in self._bytes.items())
         names = summary.count_names_left(self._db, self._directories, self._end) if self._directories else 0
         self._directories = self._directories if names else []
         is_done, changes = not (self._remaining or names), len(self._non_files) + names
@@ -219,15 +217,13 @@ class QueryService(rpc.QueriesServicer):  # type: ignore[misc]
         )
         if trees and stat.S_ISDIR(found.mode):
             figures = summary.load_tree_figures(self._db, [inode])
-            answer.size, lowest = figures.size, figures.level
-            answer.level = lowest or ""
+            answer.size, answer.level = figures.size, figures.level or ""
         if stat.S_ISREG(found.mode):
             answer.level = found.level.value
             answer.state = _get_state_name(found)
             answer.incomplete_reason = find_incomplete_reason(found.record, found.size)
-            answer.progress = (
-                1.0 if self._has_highest_level(found) else _get_copied_ratio(under_way) if under_way.get("inode") == inode else 0.0
-            )
+            copied_ratio = _get_copied_ratio(under_way) if under_way.get("inode") == inode else 0.0
+            answer.progress = 1.0 if self._has_highest_level(found) else copied_ratio
             now = time.time_ns()
             for tier, state, verified_ns in summary.list_copy_places(self._db, inode, found.record):
                 answer.copies.add(tier=tier, state=state, verified_age_s=(now - verified_ns) / 1e9 if verified_ns else -1.0)
