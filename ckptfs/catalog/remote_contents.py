@@ -276,9 +276,7 @@ def record_hosted_copy(db: Database, remote: RemoteState, reserved_content: int,
         now = time.time_ns()
         db.run("DELETE FROM copy WHERE content = ? AND tier = ?", reserved_content, tier)
         db.run(
-            "UPDATE content SET blocks = coalesce(blocks, ?), announce_state = 2 WHERE id = ? AND remote = 1",
-            remote.blocks,
-            remote.content,
+            "UPDATE content SET blocks = coalesce(blocks, ?), announce_state = 2 WHERE id = ? AND remote = 1", remote.blocks, remote.content
         )
         db.run(
             "INSERT OR REPLACE INTO copy (content, tier, state, verified_ns, used_ns) VALUES (?, ?, 1, ?, ?)",

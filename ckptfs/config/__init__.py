@@ -71,7 +71,7 @@ IGNORED_OPTIONS = frozenset((
 ))  # fmt: skip
 # Options that are refused, and why.
 REFUSED_OPTIONS: dict[str, str] = {
-    "remount": "the options of a mounted ckptfs, ro and rw included, cannot be changed; unmount it and mount it again",
+    "remount": "the options of a mounted ckptfs, ro and rw included, cannot be changed; unmount it and mount it again"
 }
 
 

@@ -299,13 +299,7 @@ class PeerServer:
     """The running server. `port` is where it listens."""
 
     def __init__(
-        self,
-        content_host: ContentHost,
-        listen: str,
-        cluster: str,
-        identity: Identity | None,
-        *,
-        revoked: RevocationList | None = None,
+        self, content_host: ContentHost, listen: str, cluster: str, identity: Identity | None, *, revoked: RevocationList | None = None
     ) -> None:
         self.rejections = RefusedCalls()
         self.table = TransferTable(content_host)

@@ -23,13 +23,7 @@ from ckptfs.clique.certificates import Identity, target_name
 from ckptfs.clique.peer_api import PeerBusy, PeerCorrupt, PeerFailed, PeerRefused
 from ckptfs.errors import describe_connection_fault
 from ckptfs.peers.messages import PROTOCOL_VERSION, Rejection, RejectReason
-from ckptfs.peers.security import (
-    CLUSTER_METADATA,
-    FIRST_VERSION,
-    NODE_METADATA,
-    VERSION_METADATA,
-    describe_versions,
-)
+from ckptfs.peers.security import CLUSTER_METADATA, FIRST_VERSION, NODE_METADATA, VERSION_METADATA, describe_versions
 from ckptfs.protocol import peer_pb2 as pb
 from ckptfs.protocol import peer_pb2_grpc as rpc
 

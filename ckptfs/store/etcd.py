@@ -35,20 +35,7 @@ from ckptfs.errors import (
 )
 from ckptfs.protocol import etcd_pb2 as pb
 from ckptfs.protocol import etcd_pb2_grpc as rpc
-from ckptfs.store.kv import (
-    ENDLESS,
-    WAIT_S,
-    Compare,
-    Delete,
-    Event,
-    Get,
-    Item,
-    Operation,
-    Outcome,
-    Put,
-    WatchEvents,
-    prefix_end,
-)
+from ckptfs.store.kv import ENDLESS, WAIT_S, Compare, Delete, Event, Get, Item, Operation, Outcome, Put, WatchEvents, prefix_end
 
 Answer = TypeVar("Answer")
 

@@ -135,12 +135,7 @@ class Transactions(Protocol):
         """Read at the newest revision, in several transactions at that revision if one is not enough."""
 
     def commit(
-        self,
-        compares: Sequence[Compare],
-        changes: Sequence[Operation],
-        otherwise: Sequence[Get] = (),
-        *,
-        timeout_s: float = WAIT_S,
+        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Outcome:
         """Apply `changes` if `compares` hold, else read `otherwise`; at most ETCD_TRANSACTION_MAX of each.
 
@@ -155,12 +150,7 @@ class Store(Transactions, Protocol):
         """Start `read`. The callbacks of the future run in a thread of the store and must not block."""
 
     def commit_soon(
-        self,
-        compares: Sequence[Compare],
-        changes: Sequence[Operation],
-        otherwise: Sequence[Get] = (),
-        *,
-        timeout_s: float = WAIT_S,
+        self, compares: Sequence[Compare], changes: Sequence[Operation], otherwise: Sequence[Get] = (), *, timeout_s: float = WAIT_S
     ) -> Future[Outcome]:
         """Start `commit`. The callbacks of the future run in a thread of the store and must not block."""
 

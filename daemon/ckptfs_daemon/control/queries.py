@@ -32,13 +32,7 @@ from ckptfs.protocol import control_pb2_grpc as rpc
 from ckptfs.series.completeness import find_incomplete_reason
 from ckptfs_daemon.control import public_listings
 from ckptfs_daemon.control.control_context import ControlContext
-from ckptfs_daemon.control.methods import (
-    is_inode_number,
-    require_inode_number,
-    stream_changes,
-    translate_errors,
-    translate_stream_errors,
-)
+from ckptfs_daemon.control.methods import is_inode_number, require_inode_number, stream_changes, translate_errors, translate_stream_errors
 from ckptfs_daemon.control.status import build_capacity
 
 CHECKED_MAX = 4096

@@ -34,13 +34,7 @@ from ckptfs_daemon.fuse.kernel import Passthrough
 from ckptfs_daemon.ipc import WakeChannel
 from ckptfs_daemon.mount.open_files.expected_sizes import ExpectedSizes
 from ckptfs_daemon.mount.open_files.handle_ways import HandleWay, Reason, Way
-from ckptfs_daemon.mount.open_files.open_file import (
-    NONBLOCKING_WRITE,
-    STAT_BLOCK_BYTES,
-    OpenFile,
-    get_allocated_bytes,
-    open_for_writing,
-)
+from ckptfs_daemon.mount.open_files.open_file import NONBLOCKING_WRITE, STAT_BLOCK_BYTES, OpenFile, get_allocated_bytes, open_for_writing
 from ckptfs_daemon.mount.open_files.producers import ProducerNotes
 from ckptfs_daemon.mount.open_files.tier_calls import SlowCalls, close_logged, run_on_pfs
 from ckptfs_daemon.mount.open_files.top_up import TopUpThread

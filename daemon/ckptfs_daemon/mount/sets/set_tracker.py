@@ -68,11 +68,7 @@ class SetTracker:
     """The task, and what it has in hand. Belongs to the trio thread."""
 
     def __init__(
-        self,
-        context: MountContext,
-        changes: ChangeRunner,
-        reader: MountMemberReader,
-        on_unlinked: Callable[[Iterable[int]], None],
+        self, context: MountContext, changes: ChangeRunner, reader: MountMemberReader, on_unlinked: Callable[[Iterable[int]], None]
     ) -> None:
         self._context, self._reader = context, reader
         self._changes = changes
