@@ -101,8 +101,7 @@ class MemoryLimits:
         self._hierarchies = find_hierarchies(table)
         self._memory_bytes = procfs.get_memory()[0] if memory_bytes is None else memory_bytes
         self._known: dict[bytes, tuple[float, MemoryLimit]] = {}
-        self._files: dict[int | str, int] = {}
-        """Descriptors of /proc/PID/cgroup of the last processes."""
+        self._files: dict[int | str, int] = {}  # Descriptors of /proc/PID/cgroup of the last processes.
 
     def find(self, pid: int | str) -> MemoryLimit:
         """Return the lowest limit of a process or thread. `pid` 0 is a process of a foreign pid namespace."""

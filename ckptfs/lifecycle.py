@@ -38,8 +38,7 @@ class FileRecord:
     published: PublishedRow | None = None
     open_handles: int = 0
     clique: CliqueCopies | None = None
-    is_leaving_pfs: bool = False
-    """The file stays in the history only, and the PFS shows it under a name that goes."""
+    is_leaving_pfs: bool = False  # The file stays in the history only, and the PFS shows it under a name that goes.
 
 
 def is_good(copy: Copy) -> bool:

@@ -147,8 +147,7 @@ class Content:
     digest: bytes | None
     block_digests: bytes | None
     change: int
-    is_remote: bool = False
-    """Another node wrote this generation."""
+    is_remote: bool = False  # Another node wrote this generation.
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +189,7 @@ class Handle:
     is_writer: bool
     backing_id: int
     generation: int = 0
-    shown: int = 0
-    """The number under which the history shows the inode to the kernel; 0: its own."""
+    shown: int = 0  # The number under which the history shows the inode to the kernel; 0: its own.
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,10 +73,8 @@ def mark_copy_bad(db: Database, content: int, tier: Tier) -> None:
 class CopyCheckFigures:
     """How far the copies of sealed files in RAM and on NVMe are verified."""
 
-    oldest_ns: int
-    """When the one that waits longest was verified; 0 without a copy."""
-    bad_found: int
-    """Since the catalog was made."""
+    oldest_ns: int  # When the one that waits longest was verified; 0 without a copy.
+    bad_found: int  # Since the catalog was made.
     quarantined: int
 
 
@@ -316,12 +314,10 @@ class FetchState:
     content: Content | None
     has_local_copy: bool
     published: PublishedRow | None
-    content_id: int | None = field(compare=False)
-    """Set even if the catalog knows no more about the content."""
+    content_id: int | None = field(compare=False)  # Set even if the catalog knows no more about the content.
     has_name: bool = field(compare=False)
     is_open: bool = field(compare=False)
-    path: str = field(compare=False)
-    """For messages."""
+    path: str = field(compare=False)  # For messages.
     copies: tuple[Copy, ...] = field(compare=False)
     holders: tuple[int, ...] = field(compare=False)
     """The nodes, alive or not, that have a verified copy of exactly this generation."""

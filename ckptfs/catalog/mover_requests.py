@@ -65,8 +65,7 @@ class MoverRequest:
     error: int
     result: str
     progress_ns: int
-    at_ns: int
-    """When the request was made, then when it was answered."""
+    at_ns: int  # When the request was made, then when it was answered.
 
 
 def insert_request(db: Database, kind: str, inode: int, argument: str = "", *, wait_s: float = limits.SCAN_WAIT_S) -> int:

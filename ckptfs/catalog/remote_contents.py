@@ -46,8 +46,7 @@ class RemoteState:
     size: int
     digest: bytes | None
     blocks: bytes | None = None
-    is_open: bool = False
-    """A node writes it just now: all other nodes still read the state that was closed before."""
+    is_open: bool = False  # A node writes it just now: all other nodes still read the state that was closed before.
 
     @property
     def state(self) -> ContentState:

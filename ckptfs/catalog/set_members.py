@@ -83,8 +83,7 @@ class SetFile:
     size: int
     mtime_ns: int
     digest: bytes | None = field(compare=False)
-    producer: str = field(compare=False)
-    """JSON of the process that wrote it, "" where it is not known."""
+    producer: str = field(compare=False)  # JSON of the process that wrote it, "" where it is not known.
 
 
 @dataclass(frozen=True, slots=True)

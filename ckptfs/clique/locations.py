@@ -39,10 +39,8 @@ class ContentLocations:
     items: tuple[Item, ...] = ()
     superseded_mtime_ns: int | None = None
     """Set if the content was superseded and is kept until its successor is safe: the mtime of the file with it."""
-    is_lost: bool = False
-    """Its writer is alive and has lost it."""
-    is_away: bool = False
-    """Its writer is alive and fetches its last state back from other nodes."""
+    is_lost: bool = False  # Its writer is alive and has lost it.
+    is_away: bool = False  # Its writer is alive and fetches its last state back from other nodes.
 
     @property
     def holders(self) -> list[int]:

@@ -404,8 +404,7 @@ class KeyKind:
     read: Callable[[Database, int, bytes], Value | None] = lambda *_: None
     write: Callable[[Database, int, bytes, Value | None], None] = lambda *_: None
     has_name: bool = False
-    is_compared: bool = True
-    """False: put without a comparison; the last writer wins."""
+    is_compared: bool = True  # False: put without a comparison; the last writer wins.
 
 
 KINDS: dict[str, KeyKind] = {

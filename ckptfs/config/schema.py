@@ -269,28 +269,22 @@ class Config:
     data_path: DataPath = DataPath.AUTO
     ram_high: float = limits.RAM_HIGH_WATERMARK
     ram_low: float = limits.RAM_LOW_WATERMARK
-    prepared: float = limits.PREPARED_SHARE
-    """A share of the RAM tier (a float), or bytes (an int)."""
+    prepared: float = limits.PREPARED_SHARE  # A share of the RAM tier (a float), or bytes (an int).
     huge_pages: bool = True
     synced_interval_s: float = limits.SYNCED_INTERVAL_S
     refresh_interval_s: float = limits.REFRESH_INTERVAL_S
     pfs_verify: bool = True
-    drain_deadline_s: float | None = None
-    """None: it follows from what is dirty and from the speed of the PFS."""
-    preemption: str | None = None
-    """A cloud, or the path of a hook. None: nothing is watched."""
+    drain_deadline_s: float | None = None  # None: it follows from what is dirty and from the speed of the PFS.
+    preemption: str | None = None  # A cloud, or the path of a hook. None: nothing is watched.
     preemption_url: str = limits.PREEMPTION_URL
     preemption_deadline_s: float = limits.PREEMPTION_DEADLINE_S
-    history_size: float = limits.HISTORY_SHARE
-    """A share of RAM and NVMe (a float), or bytes (an int)."""
+    history_size: float = limits.HISTORY_SHARE  # A share of RAM and NVMe (a float), or bytes (an int).
     retention: tuple[RetentionRule, ...] = ()
     series: tuple[SeriesRule, ...] = ()
     log_level: str = "info"
-    metrics: str | None = None
-    """HOST:PORT or unix:/PATH. None: no metrics."""
+    metrics: str | None = None  # HOST:PORT or unix:/PATH. None: no metrics.
     allow_other: bool = True
-    cluster: str | None = None
-    """None: this node stands alone, and the fields below have no effect."""
+    cluster: str | None = None  # None: this node stands alone, and the fields below have no effect.
     etcd: tuple[str, ...] = ()
     node: str = ""
     rank: int | None = None

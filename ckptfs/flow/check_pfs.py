@@ -52,8 +52,7 @@ class CheckPfs:
         self._next: dict[Tier, list[int]] = {}
         self._has_candidates = False
         self._lock = threading.Lock()
-        self._in_hand: dict[int, float] = {}
-        """Inode -> when its read last got on."""
+        self._in_hand: dict[int, float] = {}  # Inode -> when its read last got on.
 
     def step(self) -> bool:
         """Check one file. Return True if another one may be due."""

@@ -58,8 +58,7 @@ class Evict:
         self._last_free = -1
         self._demote_at_s = 0.0
         self._demote_wait_s = 0.0
-        self._demand = 0
-        """Bytes that a writer waits for, because every tier is full for it."""
+        self._demand = 0  # Bytes that a writer waits for, because every tier is full for it.
 
     def step(self) -> bool:
         """Make some room in each full tier. Return True if there is more to do at once."""

@@ -34,8 +34,7 @@ class FindLost:
         self._cluster = cluster
         self._last_view: ClusterView | None = None
         self._next_s = self._all_again_s = 0.0
-        self._makers: list[int] | None = None
-        """The nodes whose files are still to be looked at."""
+        self._makers: list[int] | None = None  # The nodes whose files are still to be looked at.
         self._after = 0
         self._asked: set[int] = set()
         self._found: list[int] = []

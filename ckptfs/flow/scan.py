@@ -79,8 +79,7 @@ class Scan:
         self._turns: dict[ClusterLock, float] = {}
         self._progress_s = 0.0
         self._lock = threading.Lock()
-        self._in_hand: dict[int, float] = {}
-        """Directory -> when its scan last got on."""
+        self._in_hand: dict[int, float] = {}  # Directory -> when its scan last got on.
         self._requests_in_hand: set[int] = set()
         self._large_directories: set[int] = set()
 

@@ -102,8 +102,7 @@ class ShareBlocks:
         self._work: _Work | None = None
         self._resume_s = 0.0
         self._yields_until_s: float | None = None
-        self.is_pending = False
-        """Whether there may be more to share."""
+        self.is_pending = False  # Whether there may be more to share.
         self._shared_blocks = 0
         self._measured_nvme = _Measure()
         self._measured_pfs = _Measure()

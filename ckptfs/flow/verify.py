@@ -153,8 +153,7 @@ class Scrub:
         self._due: list[int] = []
         self._next_list_s = 0.0
         self._not_before_s: dict[int, float] = {}
-        self._repairs: dict[int, tuple[int, CheckResult]] = {}
-        """Content -> the request for it, and what is bad."""
+        self._repairs: dict[int, tuple[int, CheckResult]] = {}  # Content -> the request for it, and what is bad.
         self._stale_pages: set[int] = set()
         """Contents of which the kernel may have pages of a bad copy: an open file keeps its descriptor, and reads them again."""
 

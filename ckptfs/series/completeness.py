@@ -85,12 +85,9 @@ class MemberFacts:
     indexes: Mapping[bytes, SetIndex] = field(default_factory=dict)
     name: bytes = b""
     rule: SeriesRule | None = None
-    mark: MemberFile | None = None
-    """The file beside it that the rule says is written last."""
-    has_parts: bool = False
-    """Its files differ in the number of a part. Its name is that of the lowest one."""
-    has_bare_parts: bool = False
-    """No word says that this number counts ranks."""
+    mark: MemberFile | None = None  # The file beside it that the rule says is written last.
+    has_parts: bool = False  # Its files differ in the number of a part. Its name is that of the lowest one.
+    has_bare_parts: bool = False  # No word says that this number counts ranks.
 
     @property
     def is_single_file(self) -> bool:

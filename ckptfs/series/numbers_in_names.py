@@ -53,16 +53,11 @@ _LABELS = {
 class NumberRole(Enum):
     """What a number in a name means."""
 
-    COUNTER = "counter"
-    """It counts checkpoints (`step`, `epoch`, `ckpt`, ...)."""
-    PART = "part"
-    """It counts the files of one checkpoint (`rank`, `shard`, `1-of-4`, ...)."""
-    LABEL = "label"
-    """It tells experiments apart (`run`, `exp`, `rep`, ...)."""
-    METRIC = "metric"
-    """It ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`."""
-    BARE = "bare"
-    """No word stands before it."""
+    COUNTER = "counter"  # It counts checkpoints (`step`, `epoch`, `ckpt`, ...).
+    PART = "part"  # It counts the files of one checkpoint (`rank`, `shard`, `1-of-4`, ...).
+    LABEL = "label"  # It tells experiments apart (`run`, `exp`, `rep`, ...).
+    METRIC = "metric"  # It ends with `=`, as in `loss=0.25`, or is a decimal at the end, as in `weights.01-0.25.h5`.
+    BARE = "bare"  # No word stands before it.
     OTHER = "other"
 
 

@@ -26,12 +26,9 @@ class KeepReason(StrEnum):
     """Why a set stays."""
 
     PINNED = "pinned"
-    ROLLBACK = "rollback"
-    """A rollback made it the latest."""
-    NEWEST = "newest"
-    """No newer set is as safe: the unlink shield."""
-    IN_PLACE = "in place"
-    """The application still has all its files, so that it costs nothing."""
+    ROLLBACK = "rollback"  # A rollback made it the latest.
+    NEWEST = "newest"  # No newer set is as safe: the unlink shield.
+    IN_PLACE = "in place"  # The application still has all its files, so that it costs nothing.
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,10 @@ class SetIndex:
 
     files: Mapping[bytes, int] = field(default_factory=dict)
     flaw: str = ""
-    is_commit: bool = False
-    """It says that nothing is still to come."""
+    is_commit: bool = False  # It says that nothing is still to come.
     world: ZeroWorld | None = None
-    parts: int = 0
-    """How many files there are of processes; 0: not known."""
-    nodes: tuple[ocdbt.TreeNode, ...] = ()
-    """What `load_node` still has to read."""
+    parts: int = 0  # How many files there are of processes; 0: not known.
+    nodes: tuple[ocdbt.TreeNode, ...] = ()  # What `load_node` still has to read.
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,8 +86,7 @@ class MemberStatus:
 
     address: str
     size_bytes: int
-    quota_bytes: int
-    """0 if this version of etcd does not report it."""
+    quota_bytes: int  # 0 if this version of etcd does not report it.
 
 
 class EtcdStore:

@@ -44,12 +44,9 @@ class FetchProgress:
         list_in_hand: Callable[[], Collection[int]],
     ) -> None:
         """`since_s`: when the request was first tried. `list_in_hand`: the inodes that all lanes have."""
-        self.sources = ""
-        """From where the present attempt fetches, for messages."""
-        self.is_at_pfs = False
-        """Whether the step has a place at the PFS."""
-        self.is_pfs_next = False
-        """Whether the PFS can give the file if the nodes do not, or too slowly."""
+        self.sources = ""  # From where the present attempt fetches, for messages.
+        self.is_at_pfs = False  # Whether the step has a place at the PFS.
+        self.is_pfs_next = False  # Whether the PFS can give the file if the nodes do not, or too slowly.
         self.filling: tuple[int, Tier] | None = None
         """The FILLING copy (content, tier) of a read of the PFS, unless another step has taken it. Changes in transactions."""
         self.since_s = since_s
@@ -57,8 +54,7 @@ class FetchProgress:
         self._tiers = tiers
         self._notify = notify
         self.request = request
-        self.is_copy_required = request.argument == mover_requests.NEEDS_COPY
-        """Whether the PFS's own file will not do."""
+        self.is_copy_required = request.argument == mover_requests.NEEDS_COPY  # Whether the PFS's own file will not do.
         self._list_in_hand = list_in_hand
         self._reported_s = self.moved_s = time.monotonic()
         self._fetch_map: FetchMap | None = None

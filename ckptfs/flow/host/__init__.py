@@ -55,8 +55,7 @@ class Host:
         self._lock = threading.Lock()
         self._tokens = itertools.count(1)
         self._incoming: dict[int, IncomingCopy] = {}
-        self._busy_tokens: dict[int, int] = {}
-        """Content -> the token of the peer that is sending it."""
+        self._busy_tokens: dict[int, int] = {}  # Content -> the token of the peer that is sending it.
         self._pause = threading.Event()
         self._open_snapshots = OpenFileSnapshots(db, tiers)
         self.reported_unneeded: set[int] = set()

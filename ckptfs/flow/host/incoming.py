@@ -41,12 +41,9 @@ class IncomingCopy:
         self.fd = fd
         self.offer = offer
         self.missing_blocks: list[int] = []
-        self.is_complete = False
-        """This node had all of it before: nothing is received, and nothing is made of it."""
-        self.is_unsearched = True
-        """Nothing was looked for on this node yet."""
-        self.has_received = False
-        """A peer has sent some of it."""
+        self.is_complete = False  # This node had all of it before: nothing is received, and nothing is made of it.
+        self.is_unsearched = True  # Nothing was looked for on this node yet.
+        self.has_received = False  # A peer has sent some of it.
         self.idle_s = time.monotonic()
         self._present: dict[int, bytes] = {}
         self._unverified: set[int] = set()

@@ -58,10 +58,8 @@ class Replicate:
         self._commit_lock = threading.Lock()
         self._after = 0
         self._urgent_groups: tuple[tuple[int, ...], ...] = ()
-        self._failures: dict[int, str] = {}
-        """The last failure of each peer."""
-        self._unreachable: list[int] = []
-        """The peers that the trouble names."""
+        self._failures: dict[int, str] = {}  # The last failure of each peer.
+        self._unreachable: list[int] = []  # The peers that the trouble names.
 
     def step(self) -> bool:
         """Queue one batch of under-replicated contents. Return True if there may be more at once."""

@@ -43,11 +43,9 @@ class _PeerQueue:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.waiting: deque[Job] = deque()
-        self.may_have_more = False
-        """The queue was so long that the catalog may have more."""
+        self.may_have_more = False  # The queue was so long that the catalog may have more.
         self.sending: dict[int, int] = {}
-        self.contents: set[int] = set()
-        """All that waits or is being sent."""
+        self.contents: set[int] = set()  # All that waits or is being sent.
         self.threads = 0
 
 

@@ -89,10 +89,8 @@ class Applier:
         self._copied_inodes: dict[int, int] = {}
         self._directories: dict[tuple[bytes, ...], None] = {}
         self.current_action: PfsAction | None = None
-        self.is_half_done = False
-        """The current change is neither done nor undone: the batch must not end before it."""
-        self.has_both_names = False
-        """The file of the current move has its new name, and could not lose the old one."""
+        self.is_half_done = False  # The current change is neither done nor undone: the batch must not end before it.
+        self.has_both_names = False  # The file of the current move has its new name, and could not lose the old one.
 
     def run(self) -> ObservedNames:
         """Make all changes. Return the stat of every name of the batch, None if it shows another inode."""

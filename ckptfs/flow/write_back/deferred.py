@@ -99,8 +99,7 @@ class DeferredFiles:
     def __init__(self, report: Callable[[str, Mapping[str, Any] | None], None], tree: PfsTree, probe: bytes) -> None:
         """`report(key, value)` publishes a trouble, or clears it if that is None. `probe`: a temporary name."""
         self.after_seq = 0
-        self.fence_seq = 0
-        """A row that could not be staged together with those before it: a batch ends before it."""
+        self.fence_seq = 0  # A row that could not be staged together with those before it: a batch ends before it.
         self._report = report
         self._tree = tree
         self._probe = probe

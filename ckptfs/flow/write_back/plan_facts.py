@@ -70,17 +70,13 @@ class Facts:
         self.is_repeated = partial(journal.is_repeated_later, db)
         self.is_only_on_pfs = partial(copies.is_only_on_pfs, db)
         self.is_in_history = partial(inodes.is_history, db)
-        self.can_link_history = True
-        """False: the PFS refused a hard link into the history of sets."""
+        self.can_link_history = True  # False: the PFS refused a hard link into the history of sets.
         self.defer_if_paused = pacing.defer_if_paused
-        self.unfit_inodes: set[int] = set()
-        """Those that the PFS cannot hold, such as devices."""
+        self.unfit_inodes: set[int] = set()  # Those that the PFS cannot hold, such as devices.
         self.unstable_contents: set[tuple[int, int]] = set()
         """(id, change) of those that kept changing while they were read as open files."""
-        self.lost_contents: set[int] = set()
-        """Those that no node has."""
-        self.last_unsealed = (0, 0)
-        """(id, change) of the last one that was copied early: that is tried once."""
+        self.lost_contents: set[int] = set()  # Those that no node has.
+        self.last_unsealed = (0, 0)  # (id, change) of the last one that was copied early: that is tried once.
 
     def needs_no_copy(self, row: JournalRow, content: Content) -> bool:
         """Return True if a later row tells the same, or the content is too large to be sealed."""

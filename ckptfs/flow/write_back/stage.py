@@ -73,8 +73,7 @@ class PfsBlocks:
         self._db = db
         self._pfs = pfs
         self._index: BlockIndex | None = None
-        self._can_share: bool | None = None
-        """None until the PFS was asked."""
+        self._can_share: bool | None = None  # None until the PFS was asked.
         self._sharing: set[int] = set()
 
     def has_any(self, fd: int, size: int) -> bool:

@@ -59,8 +59,7 @@ class Save:
     began_ns: int
     ended_ns: int
     number: int = 0
-    processes: dict[Process, int] = field(default_factory=dict)
-    """When each process started; 0 if that is not known."""
+    processes: dict[Process, int] = field(default_factory=dict)  # When each process started; 0 if that is not known.
     jobs: set[str] = field(default_factory=set)
 
     @property

@@ -88,15 +88,12 @@ class LabNode:
     def __init__(self, plan: Plan, name: str) -> None:
         self.plan, self.name, self.number = plan, name, int(name.removeprefix("node"))
         self.address = f"10.111.1.{self.number}"
-        self.mount_name = f"{plan.cluster}-{name}"
-        """The name of its mount, unique on this machine."""
-        self.namespace = plan.networks / name
-        """Its network namespace."""
+        self.mount_name = f"{plan.cluster}-{name}"  # The name of its mount, unique on this machine.
+        self.namespace = plan.networks / name  # Its network namespace.
         self.root, self.keys = plan.directory / name, plan.directory / "keys" / name
         """The directory of all that it has, and that of its certificate and key."""
         self.mountpoint, self.nvme, self.log = self.root / "mnt", self.root / "nvme", self.root / "log"
-        self.state = self.root / "state"
-        """The directory of its catalog and RAM tier."""
+        self.state = self.root / "state"  # The directory of its catalog and RAM tier.
 
     def options(self) -> dict[str, str]:
         """Return the mount options of its daemon."""

@@ -127,8 +127,7 @@ class Connection:
     data_path_reason: str
     mountpoint: Path
     device: str
-    request_timeout_s: int = 0
-    """The kernel ends the connection if a request has no answer for so long; 0: never."""
+    request_timeout_s: int = 0  # The kernel ends the connection if a request has no answer for so long; 0: never.
 
     table_fd: int = -1
 

@@ -64,8 +64,7 @@ class MembershipService:
         self._db, self._store, self._report = db, store, report
         cached_nodes = (decode_node(record) for record in identity.list_last_members(db))
         self._member_table = MemberTable(node, (one for one in cached_nodes if one is not None))
-        self.view = self._member_table.build_view()
-        """The newest known view. This node is always alive in it."""
+        self.view = self._member_table.build_view()  # The newest known view. This node is always alive in it.
         self._view_listeners: list[ViewListener] = []
         self._view_may_change = trio.Event()
         self.on_lease_renewed: Callable[[int], None] = lambda _: None

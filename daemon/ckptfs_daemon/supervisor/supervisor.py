@@ -97,19 +97,16 @@ class Supervisor:
         self._ready_pipe = ready_pipe
         self._arguments = arguments
         self._trial: Trial | None = None
-        self.successor: Successor | None = None
-        """Who takes over, if `is_leaving`; None: systemd starts it."""
+        self.successor: Successor | None = None  # Who takes over, if `is_leaving`; None: systemd starts it.
         self._phase = Phase.RUNNING
         self.exit_code = 0
-        self.ended_cleanly = False
-        """True once the mount and the mover have ended on request: nothing was cut off."""
+        self.ended_cleanly = False  # True once the mount and the mover have ended on request: nothing was cut off.
         self._began = time.monotonic()
         self._deadline = float("inf")
         self._watchdog_notified_at = 0.0
         self._is_ready_announced = False
         self._stop_signal_count = 0
-        self.was_stopped = False
-        """True if a signal ended the mount, and no administrator unmounted it."""
+        self.was_stopped = False  # True if a signal ended the mount, and no administrator unmounted it.
         self._is_hurried = False
         self._drain_report = ""
         self._slots = {MOVER: Slot(due_at=self._began), MOUNT: Slot(due_at=self._began)}

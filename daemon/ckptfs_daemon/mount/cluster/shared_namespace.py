@@ -97,8 +97,7 @@ class LocalNamespace:
     """The tree of a mount without a cluster: always fresh, and no other node waits for changes."""
 
     is_shared = False
-    on_nameless: Callable[[Iterable[int]], None]
-    """Called with inodes that lost their last name on another node."""
+    on_nameless: Callable[[Iterable[int]], None]  # Called with inodes that lost their last name on another node.
 
     @property
     def is_disconnected(self) -> bool:

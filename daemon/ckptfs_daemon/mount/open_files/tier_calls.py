@@ -41,8 +41,7 @@ class TierThreads:
 
     def __init__(self) -> None:
         self._limiter = trio.CapacityLimiter(limits.TIER_THREADS_MAX)
-        self._began_s: dict[int, float] = {}
-        """Thread -> when its call began."""
+        self._began_s: dict[int, float] = {}  # Thread -> when its call began.
 
     async def run(self, act: Callable[[], T]) -> T:
         """Run `act` in one of the threads. If the task is cancelled, the call stays behind."""

@@ -65,8 +65,7 @@ class OpenAttempt:
         self._pfs_fd = -1
         self._pfs_facts: tier_choice.PfsFacts | None = None
         """What was read beside the descriptor that was opened on the PFS last."""
-        self._refusing_tiers: set[Tier] = set()
-        """Tiers that could not make the file."""
+        self._refusing_tiers: set[Tier] = set()  # Tiers that could not make the file.
         self._dated: tuple[int, int, int] | None = None
         """(content, atime, mtime) of a file on NVMe that has got the times of its inode, if that was possible."""
         self._truncated: OpenFile | None = None

@@ -33,8 +33,7 @@ class SetRelease:
 
     def __init__(self, context: MountContext, refresh: SetRefresh) -> None:
         self._context, self._refresh = context, refresh
-        self._due: set[int] = set()
-        """Sets to look at now."""
+        self._due: set[int] = set()  # Sets to look at now.
         self._left: dict[int, float] = {}
         """Sets of which other nodes had files to release at the last look, and when to see whether they did."""
         self._released: set[int] = set()

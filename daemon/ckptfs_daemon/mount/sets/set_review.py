@@ -83,10 +83,8 @@ class SetReview:
         self._on_unlinked, self._on_chosen = on_unlinked, on_chosen
         self._checked: set[int] = set()
         self._retired: set[int] = set()
-        self._due_s: dict[int, float] = {}
-        """When to review each series next."""
-        self._delays_s: dict[int, float] = {}
-        """How long the last wait was until a newer set is as safe."""
+        self._due_s: dict[int, float] = {}  # When to review each series next.
+        self._delays_s: dict[int, float] = {}  # How long the last wait was until a newer set is as safe.
         self._sets_that_lost_names: dict[int, set[int]] = defaultdict(set)
         """Sets by series of which a file lost a name."""
         self._kept_by_rule: dict[int, list[CheckpointSet]] = {}

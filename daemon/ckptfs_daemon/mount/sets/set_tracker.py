@@ -60,8 +60,7 @@ class _Waiting:
     row: Row
     due_s: float
     delay_s: float
-    is_contended: bool
-    """Another node makes a set of the series now."""
+    is_contended: bool  # Another node makes a set of the series now.
 
 
 class SetTracker:
@@ -79,21 +78,17 @@ class SetTracker:
         self._review = SetReview(context, changes, reader, self._refresh, self._maker, on_unlinked, self._releases.add)
         self._woken, self._awaited = trio.Event(), trio.Event()
         """There may be new candidates; and a change waits for them."""
-        self._search_s = 0.0
-        """The processor time of the search of the last batch."""
+        self._search_s = 0.0  # The processor time of the search of the last batch.
         self._wakes, self._wakes_at_last_pass = 0, -1
         """How often it was woken, and how often before it last processed all candidates in one batch."""
-        self._last_inode = 0
-        """The last inode of the former batch of candidates; 0: the next batch is the first of all."""
+        self._last_inode = 0  # The last inode of the former batch of candidates; 0: the next batch is the first of all.
         self._candidate_due_s: dict[Row, float] = {}
         """When to process candidates that wait for their turn or for a directory."""
         self._waiting: dict[tuple[int, bytes], _Waiting] = {}
         self._noted_producers: dict[tuple[int, bytes], set[str]] = {}
         """Processes that are noted on a file of each waiting member."""
-        self._directory_pauses: dict[int, float] = {}
-        """Until when not to read the names of a directory again."""
-        self._batch_ended = trio.Event()
-        """The next batch of candidates is processed."""
+        self._directory_pauses: dict[int, float] = {}  # Until when not to read the names of a directory again.
+        self._batch_ended = trio.Event()  # The next batch of candidates is processed.
         self._rebuild_due_s = 0.0
         self._wait_pauses: dict[int, float] = {}
         """Until when changes in a directory do not wait for sets: one has waited."""
@@ -402,8 +397,7 @@ class MemberSearch:
         """The places of each inode that is looked for, and of each directory above."""
         self._directories: dict[int, _DirectoryNames] = {}
         self._kinds: dict[int, bool] = {}
-        self.cpu_s = 0.0
-        """The processor time of `find`."""
+        self.cpu_s = 0.0  # The processor time of `find`.
         self.pauses_s: dict[int, float] = defaultdict(float)
         """For how long not to read each directory again: a multiple of the time that it took to read."""
 
