@@ -87,7 +87,7 @@ class ConflictResolver:
             self._contested_names.add(key)
         else:
             self._revert_sets(self._list_outdated_links(key, store_value.value))
-            self._contested_names |= {*self._list_outdated_sets(key, store_value.value)}
+            self._contested_names |= {*self._record_used_numbers(key, store_value.value)}
             self._values_to_merge.append((key, store_value.value))
 
     def _list_outdated_links(self, key: SharedKey, now: CachedValue) -> set[SharedKey]:
@@ -113,8 +113,8 @@ class ConflictResolver:
                 self._contested_names |= self._list_names_of(directory)  # The set goes as a whole.
                 directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
 
-    def _list_outdated_sets(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
-        """Return the sets of a series that only this node knows, if others have used their numbers."""
+    def _record_used_numbers(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
+        """Record the numbers of sets that others used. Return the unpublished sets if one has such a number."""
         record = (now.fields or {}).get("xattrs", {}).get(history.SERIES_XATTR.decode())
         if key.kind != INODE or record is None or not history_names.is_series(self._db, key.number):
             return {}

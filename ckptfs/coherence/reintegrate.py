@@ -273,9 +273,9 @@ class ReintegrationResolver(ConflictResolver):
             key_state.mark_dirty(self._db, SharedKey(INODE, child))
             self._result.unlinked_inodes.append(child)
 
-    def _list_outdated_sets(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
+    def _record_used_numbers(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
         """Give such sets new numbers: they may be all that is left of what this node closed."""
-        for name, found in super()._list_outdated_sets(key, now).items():
+        for name, found in super()._record_used_numbers(key, now).items():
             new = history.set_next_number(self._db, key.number, found, name.name)
             write_value(self._db, name, None)
             self._insert_name(name._replace(name=new), found.directory)

@@ -45,7 +45,7 @@ class RowsAhead:
             rows = journal.list_oldest(self._db, limits.AHEAD_ROWS_MAX, after) if groups else []
             self._chooser = _Chooser(rows, PfsView(self._db))
         while self._begun or self._groups:
-            self._begun = self._begun or self._chooser.list_seqs(self._groups.popleft())
+            self._begun = self._begun or self._chooser.take_group(self._groups.popleft())
             if found := journal.list_by_seq(self._db, self._begun[:at_most]):
                 return found
             del self._begun[:at_most]
@@ -72,7 +72,7 @@ class _Chooser:
                 if row.op in {"rename", "exchange"}:
                     self._moved |= {row.inode, view.get_shown_inode(*name)}
 
-    def list_seqs(self, group: Iterable[int]) -> list[int]:
+    def take_group(self, group: Iterable[int]) -> list[int]:
         """Return the rows that go ahead for a group, in order; none if it has to wait for its turn."""
         inodes = self._close_over(group)
         self._chosen |= inodes

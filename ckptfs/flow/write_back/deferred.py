@@ -143,8 +143,10 @@ class DeferredFiles:
         """
         is_known_full = self.skips_bytes and failure.errno == errno.ENOSPC
         is_own = is_known_full or self._concerns_entry(action.target.path, failure)
-        if not is_own and not self._is_stubborn((action.inode, kind), failure, size):
-            return False
+        if not is_own:
+            self._failures += 1
+            if not self._is_stubborn((action.inode, kind), failure, size):
+                return False
         if len(self._files) >= FILES_MAX and not isinstance(failure, SourceFailed) and not self._takes_a_file():
             return False
         what = f"{health.describe(failure)}: {kind.value.format(act=_describe_act(action))}"
@@ -164,7 +166,6 @@ class DeferredFiles:
 
     def _is_stubborn(self, key: tuple[int, RefusedKind], failure: OSError, size: int) -> bool:
         """Return True if a change fails again and again while the PFS takes other files and has room."""
-        self._failures += 1
         if self._failures < TRIES_MAX and key not in self._released:
             return False
         return self._takes_a_file(size if failure.errno == errno.ENOSPC else 0)

@@ -1,7 +1,7 @@
 """Exceptional states of the cluster in the mount process: store loss, reintegration, a dead mover.
 
 `ensure_epoch` and `confirm_or_adopt` make sure that this catalog and the store know each other. If the store has lost its data, the node
-stays an island until a person orders the adoption: `merge_store`, publishing as after a disconnection, `check_adoption`.
+stays an island until a person orders the adoption: `merge_store`, publishing as after a disconnection, `report_adoption`.
 
 `StandbyLease` keeps the node's lease alive while the mover restarts (P8): it renews the lease only if the mover has been silent for
 `STANDBY_AFTER_S`, and for a limited time, because a node without a mover serves no copies.
@@ -137,7 +137,7 @@ async def merge_store(db: Database, store: Store) -> None:
     store_loss.set_adoption_step(db, AdoptionStep.PUBLISHING)
 
 
-async def check_adoption(db: Database, store: Store) -> None:
+async def report_adoption(db: Database, store: Store) -> None:
     """Tell the others that this node has adopted, and find out if all have. Raises StoreUnreachable."""
     if store_loss.get_adoption_step(db) is AdoptionStep.ORDERED:
         store_loss.set_adoption_step(db, None)  # There is nothing to adopt any more.

@@ -414,7 +414,7 @@ class SharedNamespace(LocalNamespace):
         is_open = store_loss.is_adopting(self.db) or store_loss.get_adoption_step(self.db) is not None
         if is_open and not self.is_disconnected:
             with contextlib.suppress(StoreUnreachable):
-                await cluster_recovery.check_adoption(self.db, self._store)
+                await cluster_recovery.report_adoption(self.db, self._store)
 
     async def _commit_batch(self) -> bool:
         """Publish one transaction. Returns False if the store does not answer."""
