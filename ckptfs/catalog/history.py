@@ -322,9 +322,9 @@ def insert_link(db: Database, inode: int, parent: int, name: bytes) -> None:
     namespace.link(db, inode, parent, name)
 
 
-def insert_symlink(db: Database, parent: int, name: bytes, like: Inode) -> int:
+def insert_symlink(db: Database, parent: int, name: bytes, like: Inode) -> None:
     """Make a symlink in the history as another one is. Raises EEXIST."""
-    return namespace.create(db, parent, name, like.mode, uid=like.uid, gid=like.gid, target=like.target).id
+    namespace.create(db, parent, name, like.mode, uid=like.uid, gid=like.gid, target=like.target)
 
 
 def finish_set(db: Database, set_directory: int) -> None:

@@ -321,11 +321,11 @@ def mark_own(db: Database, content: int, inode: int, generation: int, closed_ns:
     )  # fmt: skip
 
 
-def mark_remote(db: Database, content: Content) -> bool:
-    """Make an own content a remote one: another node has exactly the same. Return False if it has changed."""
+def mark_remote(db: Database, content: Content) -> None:
+    """Make an own content a remote one, unless it has changed: another node has exactly the same."""
     same = "id = ? AND change = ? AND state = 2"
     set_remote = f"UPDATE content SET announce_state = 2, remote = 1, under_replicated = 0, change = change + 1 WHERE {same}"
-    return db.change(set_remote, content.id, content.change) > 0
+    db.change(set_remote, content.id, content.change)
 
 
 def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[int]:

@@ -239,19 +239,18 @@ def kill_processes(namespace: Path) -> int:
     return len(ended)
 
 
-def spawn(namespace: Path, command: Sequence[str], log: Path, *, pass_fds: Sequence[int] = ()) -> int:
-    """Start a program in a namespace and session of its own, with its output in `log`; return its pid."""
+def spawn(namespace: Path, command: Sequence[str], log: Path, *, pass_fds: Sequence[int] = ()) -> None:
+    """Start a program in a namespace and session of its own, with its output in `log`."""
 
-    def act() -> int:
+    def act() -> None:
         with open(log, "ab") as file:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file, cwd="/", start_new_session=True, pass_fds=pass_fds,
             )  # fmt: skip
         # The program outlives the command. Without this, Python warns that it was not waited for.
         process.returncode = 0
-        return process.pid
 
-    return network.run_in_namespace(namespace, act)
+    network.run_in_namespace(namespace, act)
 
 
 def _get_process_name(pid: int) -> str:

@@ -144,14 +144,15 @@ class ReadyPipe:
         self._fd = None
 
 
-def prepare_ram_tier(config: Config) -> Path:
-    """Create or take over the RAM tier. Returns its directory. Raises InvalidArgument or CkptfsError."""
+def prepare_ram_tier(config: Config) -> None:
+    """Create or take over the RAM tier. Raises InvalidArgument or CkptfsError."""
     limit = cgroups.find_own_limit()
     size_bytes = choose_initial_ram_size(config.ram_bytes, procfs.get_memory()[0], limit)
     warn_of_low_limit(size_bytes, limit)
     point = config.state / "ram"
     if not procfs.has_capability(procfs.CAP_SYS_ADMIN):
-        return _prepare_shared_memory_dir(config, point)
+        _prepare_shared_memory_dir(config, point)
+        return
     if point.is_symlink():
         point.unlink()
     point.mkdir(mode=0o700, exist_ok=True)
@@ -167,7 +168,6 @@ def prepare_ram_tier(config: Config) -> Path:
         huge_pages.set_for_fresh_files(point, config.huge_pages)
     except OSError as failure:
         raise CkptfsError(f"the RAM tier cannot be mounted at {point}: {failure.strerror}") from failure
-    return point
 
 
 def choose_initial_ram_size(configured: int | None, memory_bytes: int, limit: MemoryLimit) -> int:
@@ -199,7 +199,7 @@ def _resize_ram_tier(point: Path, size_bytes: int) -> None:
         log.warning("%s: the RAM tier keeps its size: it holds more than %d bytes", point, size_bytes)
 
 
-def _prepare_shared_memory_dir(config: Config, point: Path) -> Path:
+def _prepare_shared_memory_dir(config: Config, point: Path) -> None:
     """Create the RAM tier of an ordinary user. Any user may write to /dev/shm: check owner and mode."""
     token = sha256(os.fsencode(config.state)).hexdigest()[:12]
     directory = SHARED_MEMORY / f"ckptfs-{os.geteuid()}-{token}"
@@ -214,7 +214,6 @@ def _prepare_shared_memory_dir(config: Config, point: Path) -> Path:
         elif point.exists():
             point.rmdir()
         point.symlink_to(directory)
-    return directory
 
 
 def release_ram_tier(config: Config) -> bool:
