@@ -10,6 +10,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,19 @@ def test_every_feature_has_one_row() -> None:
 
 def test_the_architecture_says_where_things_are() -> None:
     assert len(set(PATH.findall(ARCHITECTURE.read_text()))) > 20
+
+
+def test_the_architecture_has_the_floors_of_the_contracts() -> None:
+    settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())
+    contracts = [one["layers"] for one in settings["tool"]["importlinter"]["contracts"] if one["type"] == "layers"]
+    (floors,) = (layers for layers in contracts if "ckptfs.clique" in layers)
+    text = ARCHITECTURE.read_text()
+    for number, layer in enumerate(reversed(floors)):
+        (row,) = re.findall(rf"^ {number}   (.*)$", text, re.MULTILINE)
+        assert {name.removeprefix("ckptfs.") for name in layer.split(" | ")} <= set(row.replace("ckptfs.", "").split())
+    for place, first in (("daemon", "ckptfs_daemon.__main__"), ("mount", "main")):
+        (layers,) = (layers for layers in contracts if layers[0] == first)
+        assert f" in the {place}: " in text and " > ".join(layers).replace("ckptfs_daemon.", "") in text
 
 
 def test_the_architecture_names_only_what_the_code_has() -> None:
