@@ -219,7 +219,7 @@ def drain(
 def _get_log_levels() -> tuple[str, ...]:
     from ckptfs.config.schema import LOG_LEVELS
 
-    return tuple(LOG_LEVELS)
+    return LOG_LEVELS
 
 
 @app.command("log-level")

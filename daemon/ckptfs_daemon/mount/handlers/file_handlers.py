@@ -192,7 +192,7 @@ class FileHandlers:
                     close_logged(fd, file.tier)  # `file` has another descriptor, so no page is freed.
                 elif must_close:
                     self._context.open_files.slow_calls.close(fd, file.tier)
-            if not await self._move_to_other_tier(file) and not await space_wait.wait(_get_size(file) + limits.MOVE_ROOM_BYTES_MIN):
+            if not await self._move_to_other_tier(file) and not await space_wait.wait(_get_stored_bytes(file) + limits.MOVE_ROOM_BYTES_MIN):
                 raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
 
     async def _act_on_tier(self, file: OpenFile, act: Callable[[int], T], fd: int, *, long: bool, reads_pfs: bool) -> T:
@@ -242,7 +242,7 @@ class FileHandlers:
         try:
             # Threads that still write must finish before the bytes are copied.
             await file.wait_idle()
-            for tier in self._context.tiers.list_move_targets(file.storage.tier, _get_size(file)):
+            for tier in self._context.tiers.list_move_targets(file.storage.tier, _get_stored_bytes(file)):
                 if await self._move_to(file, file.storage, file.content, self._context.tiers[tier]):
                     return True
         finally:
@@ -413,7 +413,7 @@ class FileHandlers:
         try:
             if not truncates:
                 # Freeing 100 GiB of RAM takes 16 s, during which other requests must be served. So does making pages ahead of a writer.
-                await self.with_room(file, act, long=bool(file.prepared_bytes) or _get_size(file) - size >= limits.FREE_BYTES_MIN)
+                await self.with_room(file, act, long=bool(file.prepared_bytes) or _get_stored_bytes(file) - size >= limits.FREE_BYTES_MIN)
         finally:
             files.release(opened.handle)
             files.commit_releases()
@@ -429,7 +429,7 @@ async def _run_on_tier(tier: Tier | None, act: Callable[[], T]) -> T:
     return act() if tier is Tier.RAM else await run_in_thread(tier, act)
 
 
-def _get_size(file: OpenFile) -> int:
+def _get_stored_bytes(file: OpenFile) -> int:
     status = file.read_status()
     return 0 if status is None else status.st_blocks * STAT_BLOCK_BYTES
 
