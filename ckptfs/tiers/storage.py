@@ -476,15 +476,11 @@ class Tiers(Mapping[Tier, TierStorage]):
         order = space.ORDER
         yield from (other for other in order[order.index(tier) + 1 :] if other in self._tiers)
 
-    def list_move_targets(self, tier: Tier, size: int) -> list[Tier]:
-        """Return the tiers with room, lower ones first, for a content whose `tier` is full."""
+    def list_move_targets(self, tier: Tier, wanted_bytes: int) -> list[Tier]:
+        """Return the tiers with `wanted_bytes` of room, and the PFS, for a content whose `tier` is full."""
         order = [*self.list_next(tier), *(other for other in space.ORDER[: space.ORDER.index(tier)] if other in self._tiers)]
-        needed = size + limits.MOVE_ROOM_BYTES_MIN
-        return [other for other in order if self._tiers[other].is_usable and (other is Tier.PFS or self._has_room(other, needed))]
-
-    def _has_room(self, tier: Tier, needed: int) -> bool:
-        capacity = self._tiers[tier].get_capacity()
-        return capacity.free >= min(needed, capacity.total)
+        usable = [self._tiers[other] for other in order if self._tiers[other].is_usable]
+        return [one.tier for one in usable if one.tier is Tier.PFS or one.get_capacity().free >= wanted_bytes]
 
     def close(self) -> None:
         self.prepared.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from daemon_under_test import Area, DaemonUnderTest
 from loop_disk import mounted
-from programs import run
+from programs import need, run
 
 pytestmark = [pytest.mark.root, pytest.mark.fuse]
 
@@ -85,6 +85,20 @@ def test_enospc_when_everything_is_full_and_room_again_after_an_unlink(data_path
 def _free(place: Path) -> int:
     figures = os.statvfs(place)
     return figures.f_bavail * figures.f_frsize
+
+
+def test_an_allocation_that_no_tier_can_hold_is_refused(data_path: str, make_daemon: Make, tmp_path: Path) -> None:
+    """P10: the file does not move between two tiers for ever. One that the PFS can hold goes there."""
+    need("fallocate")
+    with mounted("tmpfs", tmp_path) as disk:
+        daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=disk)
+        _fill(daemon.path / "large", 1)
+        run("fallocate", "-l", "1T", daemon.path / "large", code=1, timeout=60)
+        _check(daemon.path / "large", 1)
+        run("fallocate", "-l", "100M", daemon.path / "large")
+        assert (daemon.path / "large").stat().st_size == 100 * MIB
+        daemon.settle()
+        assert daemon.unmount() == 0
 
 
 @pytest.mark.parametrize(("ram", "nvme", "pfs", "size"), [(64, 30, 40, 20), (40, 70, 30, 7), (64, 50, 0, 12), (32, 0, 90, 9)])

@@ -192,7 +192,8 @@ class FileHandlers:
                     close_logged(fd, file.tier)  # `file` has another descriptor, so no page is freed.
                 elif must_close:
                     self._context.open_files.slow_calls.close(fd, file.tier)
-            if not await self._move_to_other_tier(file) and not await space_wait.wait(_get_stored_bytes(file) + limits.MOVE_ROOM_BYTES_MIN):
+            wanted_bytes = _get_stored_bytes(file) + growth + limits.MOVE_ROOM_BYTES_MIN
+            if not await self._move_to_other_tier(file, wanted_bytes) and not await space_wait.wait(wanted_bytes):
                 raise NoSpace("every tier is full", remedy="remove files, or configure a larger tier")
 
     async def _act_on_tier(self, file: OpenFile, act: Callable[[int], T], fd: int, *, long: bool, reads_pfs: bool) -> T:
@@ -231,8 +232,8 @@ class FileHandlers:
 
     # --- a full tier --------------------------------------------------------------------------------------------------
 
-    async def _move_to_other_tier(self, file: OpenFile) -> bool:
-        """Move an open content to another tier that has room for it. Returns False if none has."""
+    async def _move_to_other_tier(self, file: OpenFile, wanted_bytes: int) -> bool:
+        """Move an open content to another tier that has room for `wanted_bytes`. Returns False if none has."""
         if file.move_done is not None:
             await file.wait_moved()
             return True
@@ -242,7 +243,7 @@ class FileHandlers:
         try:
             # Threads that still write must finish before the bytes are copied.
             await file.wait_idle()
-            for tier in self._context.tiers.list_move_targets(file.storage.tier, _get_stored_bytes(file)):
+            for tier in self._context.tiers.list_move_targets(file.storage.tier, wanted_bytes):
                 if await self._move_to(file, file.storage, file.content, self._context.tiers[tier]):
                     return True
         finally:

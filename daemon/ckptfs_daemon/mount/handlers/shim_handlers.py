@@ -125,7 +125,9 @@ class ShimHandlers:
         def copy(fd: int) -> int:
             return os.copy_file_range(source.fd, fd, length, offset_in, offset_out)
 
-        count = await self._files.with_room(target, copy, long=True, growth=length, source=source)
+        status = source.read_status()  # Programs ask for more than there is.
+        growth = length if status is None else min(length, max(0, status.st_size - offset_in))
+        count = await self._files.with_room(target, copy, long=True, growth=growth, source=source)
         session.reply_write(req, count)
 
     async def _lseek(self, req: int, offset: int, whence: int, fh: int) -> None:
