@@ -87,13 +87,16 @@ def _free(place: Path) -> int:
     return figures.f_bavail * figures.f_frsize
 
 
-def test_an_allocation_that_no_tier_can_hold_is_refused(data_path: str, make_daemon: Make, tmp_path: Path) -> None:
-    """P10: the file does not move between two tiers for ever. One that the PFS can hold goes there."""
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_an_allocation_that_no_tier_can_hold_is_refused(data_path: str, make_daemon: Make, tmp_path: Path, kind: str) -> None:
+    """P10: the file does not move between two tiers for ever, and does not fill the PFS. One that the PFS can hold goes there."""
     need("fallocate")
-    with mounted("tmpfs", tmp_path) as disk:
+    with mounted(kind, tmp_path) as disk:
         daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=disk)
         _fill(daemon.path / "large", 1)
+        before = _free(disk)
         run("fallocate", "-l", "1T", daemon.path / "large", code=1, timeout=60)
+        assert _free(disk) > before - 16 * MIB
         _check(daemon.path / "large", 1)
         run("fallocate", "-l", "100M", daemon.path / "large")
         assert (daemon.path / "large").stat().st_size == 100 * MIB

@@ -21,7 +21,7 @@ from ckptfs import limits
 from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
 from ckptfs.model import DataPath
-from ckptfs.tiers import prepared
+from ckptfs.tiers import prepared, space
 from ckptfs.tiers.prepared import KEEP_SIZE, PUNCH_HOLE, fallocate
 from ckptfs_daemon.fuse import killable, request, session
 from ckptfs_daemon.fuse.request import (
@@ -37,6 +37,7 @@ from ckptfs_daemon.fuse.request import (
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers, require_file_size
 from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
+from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES
 from ckptfs_daemon.mount.open_files.open_file_table import HANDLE_MASK
 from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread
 from ckptfs_daemon.mount.opening.create_attempt import CreateAttempt
@@ -202,9 +203,14 @@ class ShimHandlers:
 
 
 def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
-    """Call fallocate(2). Where ZERO_RANGE is missing, punch a hole and allocate it."""
+    """Call fallocate(2). Where ZERO_RANGE is missing, punch a hole and allocate it.
+
+    Raises ENOSPC before the filesystem fills itself: some allocate all that they have, keep it, and then refuse.
+    """
     if not mode & PUNCH_HOLE:
         prepared.mark_allocated_by_application(fd)
+        if length > space.read_capacity(fd).free + os.fstat(fd).st_blocks * STAT_BLOCK_BYTES:
+            raise posix_error(errno.ENOSPC)
     try:
         fallocate(fd, mode, offset, length)
     except OSError as failure:
