@@ -72,6 +72,20 @@ def test_sigterm_drains_with_the_mount_attached(data_path: str, make_refusable: 
     assert sorted(os.listdir(daemon.path)) == ["before", "first", "meanwhile"]
 
 
+def test_a_deleted_file_that_the_kernel_knew_to_the_end_is_not_left(make_daemon: MakeDaemon) -> None:
+    """P3: at an unmount the kernel drops what it has not said yet; nothing leads to such a file any more."""
+    daemon = make_daemon(nvme=None, pfs=None)
+    save(daemon, "deleted", b"x" * 5000)
+    fd, mount = os.open(daemon.path / "deleted", os.O_PATH), daemon.pid("mount")
+    os.unlink(daemon.path / "deleted")
+    os.kill(mount, signal.SIGSTOP)
+    os.close(fd)
+    subprocess.run(["umount", "-i", "-l", str(daemon.path)], check=True)
+    os.kill(mount, signal.SIGCONT)
+    assert wait_for_end(daemon) == 0
+    assert not os.path.ismount(daemon.state / "ram") and "only in RAM" not in daemon.log
+
+
 def test_what_is_not_drained_is_named_with_its_place_and_remedy(make_refusable: MakeDaemon) -> None:
     """P3: the log says what is left, where it lies, what a reboot does, and the command that goes on."""
     daemon = make_refusable(drain_deadline="1s", nvme=None)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 from ckptfs import disk, limits
 from ckptfs.bounded_waits import run_in_time
-from ckptfs.catalog import copies, database, identity, journal, summary
+from ckptfs.catalog import copies, database, identity, journal, namespace, summary
 from ckptfs.catalog.database import Database
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
-from ckptfs.errors import InvalidArgument, TimedOut
+from ckptfs.errors import CatalogUnavailable, InvalidArgument, NoSpace, TimedOut
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.mount_record import Leftovers
@@ -72,6 +72,7 @@ def run_daemon(name: str, mountpoint: Path | None, options: str, ready_pipe: Rea
         is_left, ended_cleanly, code = supervisor.is_leaving, supervisor.ended_cleanly, supervisor.exit_code
         if is_left:
             return code
+        _delete_forgotten(config)
         leftovers = _load_leftovers(config)
         guarded.end(leftovers, is_on_purpose=code == 0 and not supervisor.was_stopped)
         state_directory.delete_process_files(config, is_forgotten=leftovers.is_nothing)
@@ -175,6 +176,12 @@ def _lower_oom_score() -> None:
     """Make the OOM killer choose others first: without the supervisor all applications on the mount pause."""
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text(str(OOM_SCORE))
+
+
+def _delete_forgotten(config: Config) -> None:
+    """Delete files without a name after the unmount, when the kernel does not say what it forgets."""
+    with contextlib.suppress(NoSpace, CatalogUnavailable), _open_catalog(config) as db, db.transaction():
+        namespace.delete_forgotten(db, namespace.list_orphans(db))
 
 
 def _load_leftovers(config: Config) -> Leftovers:
