@@ -18,7 +18,7 @@ from ckptfs.catalog import copies, database, identity, journal, namespace, summa
 from ckptfs.catalog.database import Database
 from ckptfs.clique import certificates
 from ckptfs.config import Config, load, parse_options
-from ckptfs.errors import CatalogUnavailable, InvalidArgument, NoSpace, TimedOut
+from ckptfs.errors import CATALOG_FAILURES, InvalidArgument, TimedOut
 from ckptfs.event_log import EventKind
 from ckptfs.model import Tier
 from ckptfs.mount_record import Leftovers
@@ -180,7 +180,7 @@ def _lower_oom_score() -> None:
 
 def _delete_forgotten(config: Config) -> None:
     """Delete files without a name after the unmount, when the kernel does not say what it forgets."""
-    with contextlib.suppress(NoSpace, CatalogUnavailable), _open_catalog(config) as db, db.transaction():
+    with contextlib.suppress(*CATALOG_FAILURES), _open_catalog(config) as db, db.transaction():
         namespace.delete_forgotten(db, namespace.list_orphans(db))
 
 
