@@ -44,6 +44,10 @@ def wait_for(path: Path, level: str, timeout_s: float = WAIT_S) -> None:
 class NodeUnderTest(LiveNode):
     """A node on which tests run programs."""
 
+    def __init__(self, laboratory: Laboratory, node: LabNode) -> None:
+        super().__init__(laboratory, node)
+        self._laboratory = laboratory
+
     def run(self, command: Sequence[str | Path], **options: Any) -> subprocess.CompletedProcess[str]:
         """A program on this node, in its network."""
 
