@@ -278,17 +278,24 @@ def compute(directory: Path, *options: str) -> Path:
 
 
 def freeze_in_save(slurm: SlurmUnderTest, node: str) -> str:
-    """Stop the program on a node in the middle of a save; the name of the file. Until then it runs in slices shorter than a save."""
+    """Stop the program on a node in the middle of a save; the name of the file.
+
+    Until then it runs in slices shorter than a save: a search of all processes takes longer than one.
+    """
+    found: list[int] = []
 
     def is_saving() -> str:
-        for pid in slurm.programs(node):
-            with contextlib.suppress(OSError):
+        found[:] = found or slurm.programs(node)
+        try:
+            for pid in found:
                 os.kill(pid, signal.SIGSTOP)
                 for fd in Path(f"/proc/{pid}/fd").iterdir():
                     name = fd.readlink().name
                     if name.startswith("step_") and fd.lstat().st_mode & stat.S_IWUSR:
                         return name
                 os.kill(pid, signal.SIGCONT)
+        except OSError:
+            found.clear()  # It has ended.
         return ""
 
     return str(eventually(is_saving, TURN_S, f"a program on {node} saves", SLICE_S))
