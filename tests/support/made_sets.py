@@ -11,12 +11,15 @@ from daemon_under_test import DaemonUnderTest
 from ckptfs.catalog import history, history_names, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SetRecord
+from ckptfs.coherence.key_state import DirtyKeyTracker
 
 
 @contextlib.contextmanager
 def open_catalog(daemon: DaemonUnderTest) -> Iterator[Database]:
     """Open the catalog of a daemon beside it, as its mover does, and wake that mover at the end."""
-    with contextlib.closing(Database(daemon.state / "catalog.db", journalled=daemon.options.get("pfs") is not None)) as db:
+    hooks = DirtyKeyTracker() if "cluster" in daemon.options else None
+    path, has_pfs = daemon.state / "catalog.db", daemon.options.get("pfs") is not None
+    with contextlib.closing(Database(path, journalled=has_pfs, clustered=hooks is not None, hooks=hooks)) as db:
         yield db
     os.utime(daemon.path)
 
