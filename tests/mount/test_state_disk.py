@@ -19,8 +19,7 @@ MIB = 1 << 20
 
 def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> None:
     daemon = make_daemon(data_path, start=False)
-    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", daemon.state)
-    daemon.start()
+    start_on_small_disk(daemon)
     daemon.expect_warning("the disk of .* is full|cannot be written")
     (daemon.path / "before").write_bytes(b"before")
     fill(daemon)
@@ -34,8 +33,7 @@ def test_a_full_state_disk(data_path: str, make_daemon: Callable[..., DaemonUnde
 def test_processes_that_die_while_the_state_disk_is_full(data_path: str, make_daemon: Callable[..., DaemonUnderTest]) -> None:
     """P8: the next ones go on; what was open stays open, and what can be done without room is done."""
     daemon = make_daemon(data_path, start=False)
-    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", daemon.state)
-    daemon.start()
+    start_on_small_disk(daemon)
     daemon.expect_warning("the disk of .* is full|cannot be written|ended with")
     (daemon.path / "before").write_bytes(b"before")
     with open(daemon.path / "open", "w+b", buffering=0) as file:
@@ -59,8 +57,7 @@ def test_processes_that_die_while_the_state_disk_is_full(data_path: str, make_da
 def test_a_node_of_a_cluster_whose_state_disk_is_full(make_daemon: Callable[..., DaemonUnderTest], etcd: Etcd) -> None:
     """P8: it goes on with what it knows, also while etcd does not answer, and takes part again when there is room."""
     daemon = make_daemon(start=False, env=shorten(RETRY_LAST_S=1), **node_options(etcd.joined))
-    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", daemon.state)
-    daemon.start()
+    start_on_small_disk(daemon)
     daemon.expect_warning("the disk of .* is full|cannot be written|does not answer")
     (daemon.path / "before").write_bytes(b"before")
     pids = {role: daemon.pid(role) for role in ("mount", "mover")}
@@ -72,9 +69,15 @@ def test_a_node_of_a_cluster_whose_state_disk_is_full(make_daemon: Callable[...,
     (daemon.state / "filler").unlink()
     eventually(lambda: "has all changes" in daemon.log, what="it takes part again")
     (daemon.path / "after").write_bytes(b"after")
-    assert sorted({"before", "after"} - {*os.listdir(daemon.path)}) == []
+    assert {"before", "after"} <= set(os.listdir(daemon.path))
     assert {role: daemon.pid(role) for role in pids} == pids
     assert re.findall(r"trouble (\w+)", daemon.command("status", daemon.path).stdout) == ["clique"], "it has no peers"
+
+
+def start_on_small_disk(daemon: DaemonUnderTest) -> None:
+    """Start a daemon whose state directory has a disk of its own."""
+    run("mount", "-t", "tmpfs", "-o", "size=24M", "none", daemon.state)
+    daemon.start()
 
 
 def fill(daemon: DaemonUnderTest) -> None:
