@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-# gRPC reads this when it is imported. Its handlers of forks let a fork die before it starts a program, or stop the calls of its parent.
+# gRPC reads this when it is imported. Its fork handlers can abort a forked child, and break the calls of its parent.
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 import pytest

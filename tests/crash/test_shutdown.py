@@ -73,7 +73,7 @@ def test_sigterm_drains_with_the_mount_attached(data_path: str, make_refusable: 
 
 
 def test_a_deleted_file_that_the_kernel_knew_to_the_end_is_not_left(make_daemon: MakeDaemon) -> None:
-    """P3: at an unmount the kernel drops what it has not said yet; nothing leads to such a file any more."""
+    """P3: at an unmount the kernel drops the messages that nobody has read; a file without a name goes nevertheless."""
     daemon = make_daemon(nvme=None, pfs=None)
     save(daemon, "deleted", b"x" * 5000)
     fd, mount = os.open(daemon.path / "deleted", os.O_PATH), daemon.pid("mount")

@@ -179,7 +179,7 @@ def _lower_oom_score() -> None:
 
 
 def _delete_forgotten(config: Config) -> None:
-    """Delete files without a name after the unmount, when the kernel does not say what it forgets."""
+    """Delete the files without a name. At an unmount the kernel does not say that it forgets them."""
     with contextlib.suppress(*CATALOG_FAILURES), _open_catalog(config) as db, db.transaction():
         namespace.delete_forgotten(db, namespace.list_orphans(db))
 
