@@ -181,14 +181,14 @@ class SetTracker:
                 await self._events.start()
                 while True:
                     await self._rebuild_due()
-                    for directory in user_settings.list_removals(self._context.db):
-                        record_expired(self._context.db, directory, "removed by a user")
-                        await self._maker.remove(directory)
                     more = await self._process_candidates()
                     self._batch_ended.set()
                     self._batch_ended = trio.Event()
+                    await self._events.record_loads()  # Before sets go: what was read may be in one of them.
+                    for directory in user_settings.list_removals(self._context.db):
+                        record_expired(self._context.db, directory, "removed by a user")
+                        await self._maker.remove(directory)
                     await self._review.run_due()
-                    await self._events.record_loads()
                     await self._events.record_levels()
                     await self._review.report()
                     delay_s = limits.SET_GATHER_S
