@@ -58,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out data paths, and tests of other users where these cannot enter /; and choose the order of the modules.
+    """Leave out data paths, and tests that cannot hold here; and choose the order of the modules.
 
     A module of names and commands alone has `ONLY_DATA_PATH`. A tree made in a directory of mode 0700, and entered by chroot, shuts out
     everybody but root: not even libc can be loaded.
@@ -67,11 +67,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _spread_clusters(items)
     last = max((number for number, one in enumerate(items) if _get_data_path(one)), default=0)
     config.stash[AFTER_MOUNTS] = {one.path for one in items[last:]} - {items[last].path} if items else set()
+    cannot_hold = {}
     if os.geteuid() == 0 and not os.stat("/").st_mode & stat.S_IXOTH:
-        shut = pytest.mark.skip(reason="OTHER USERS CANNOT ENTER / HERE (chmod 755 /): what they may do is not tested")
-        for item in items:
-            if item.get_closest_marker("others"):
-                item.add_marker(shut)
+        cannot_hold["others"] = "OTHER USERS CANNOT ENTER / HERE (chmod 755 /): what they may do is not tested"
+    if IN_CLUSTER:
+        cannot_hold["alone"] = "IN A CLUSTER: it behaves otherwise here, as the documents say"
+    for item in items:
+        for marker, reason in cannot_hold.items():
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def _spread_clusters(items: list[pytest.Item]) -> None:

@@ -65,6 +65,7 @@ def test_a_pfs_that_has_moved_is_accepted(make_daemon: Make) -> None:
     daemon.unmount()
 
 
+@pytest.mark.alone
 def test_a_name_that_gets_its_first_pfs_writes_everything_back(make_daemon: Make) -> None:
     """What was made without a PFS reaches it, and what it has is shown."""
     daemon = make_daemon(pfs=None)

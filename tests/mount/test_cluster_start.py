@@ -94,6 +94,7 @@ def test_a_catalog_stays_in_its_cluster(etcd: Etcd, make_daemon: Make) -> None:
         daemon.start()
 
 
+@pytest.mark.alone
 def test_what_was_written_alone_does_not_come_into_a_cluster(make_daemon: Make, tmp_path: Path) -> None:
     daemon = make_daemon()
     (daemon.path / "file").write_bytes(b"x")

@@ -250,6 +250,7 @@ def test_status_counts_handles_by_way_and_says_why(node: Area, data_path: str, g
     eventually(lambda: ways(node) == [], what="no handle is open")
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("data_path", ["passthrough"])
 def test_df_and_status_say_what_the_service_needs(ram_node: Area) -> None:
     """M2: ram=3G and the processes."""

@@ -104,6 +104,7 @@ def test_hard_links_are_one_file(here: Path) -> None:
     assert ((here / "dir" / "b").read_text(), os.stat(here / "dir" / "b").st_nlink) == ("one two", 1)
 
 
+@pytest.mark.alone
 def test_link_counts_and_times_of_directories(here: Path) -> None:
     os.mkdir(here / "d")
     os.utime(here / "d", ns=(1, 1))

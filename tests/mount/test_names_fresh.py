@@ -51,6 +51,7 @@ def test_a_name_that_was_not_there_comes_with_the_directory_that_has_it(mount: A
     assert (mount.path / "without" / "name").read_bytes() == b"x"
 
 
+@pytest.mark.alone
 def test_a_directory_right_after_each_change_of_its_names(mount: Any) -> None:
     directory = mount.path / "directory"
     directory.mkdir()
@@ -96,6 +97,7 @@ def _umask() -> int:
     return mask
 
 
+@pytest.mark.alone
 def test_after_a_kill_and_after_external_changes(fresh_mount: Any) -> None:
     directory, below = fresh_mount.path / "directory", fresh_mount.pfs / "directory"
     directory.mkdir()

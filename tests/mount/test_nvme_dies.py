@@ -133,6 +133,7 @@ def frozen(place: Path) -> Iterator[None]:
         run("fsfreeze", "-u", place)
 
 
+@pytest.mark.alone
 def test_one_that_hangs_costs_only_the_files_on_it(make_daemon: Make, data_path: str, nvme: Path) -> None:
     """P1, P8: creates choose another tier, all else goes on, a kill costs no call, and `status` says what hangs."""
     daemon = make_daemon(data_path, ram="32M", nvme=nvme, env=shorten(**{"tiers.health.PROBE_NORMAL_S": 1.0}))
