@@ -89,9 +89,15 @@ class Recover:
         files = set(storage.contents())
         for number, (copy, state, size) in copies.list_copies_in_tier(self._db, storage.tier).items():
             if number not in files and not storage.exists(number):
-                disk.act("recover:missing", copies.delete_copy, self._db, number, storage.tier)
+                disk.act("recover:missing", self._forget_copy, storage, number)
             elif copy is CopyState.GOOD and state in WITH_SIZE and self._has_wrong_size(storage, number, size):
                 disk.act("recover:missing", self._quarantine_wrong_size, storage, number)
+
+    def _forget_copy(self, storage: TierStorage, number: int) -> None:
+        """Delete the row of a copy without a file, unless the mount is about to make it, or has made it."""
+        with self._db.transaction():
+            if not contents.is_reserved(self._db, number) and not storage.exists(number):
+                copies.delete_copy(self._db, number, storage.tier)
 
     def _has_wrong_size(self, storage: TierStorage, number: int, size: int) -> bool:
         found = storage.stat(number)

@@ -10,11 +10,11 @@ from unittest.mock import Mock
 import pytest
 from local_node import Node, in_process
 
-from ckptfs.catalog import copies, database, summary
+from ckptfs.catalog import contents, copies, database, namespace, summary
 from ckptfs.errors import CatalogDamaged
 from ckptfs.flow.recover import Recover
 from ckptfs.flow.seal import Seal
-from ckptfs.model import ContentState, CopyState, Tier
+from ckptfs.model import ROOT, ContentState, CopyState, Tier
 from ckptfs.tiers import storage
 from ckptfs.tiers.storage import Tiers
 
@@ -50,6 +50,19 @@ def test_when_nothing_happened_nothing_changes(node: Node) -> None:
     recover(node)
     assert [(node.state(content), node.copies(content)) for content in contents] == before
     assert node.told.inodes == []
+
+
+def test_a_file_that_the_mount_is_making_keeps_its_copy(node: Node) -> None:
+    """P5, P8: outside RAM, the mount inserts the row of a copy before its file, and a mover may start in between."""
+    with node.db.transaction():
+        inode = namespace.create(node.db, ROOT, b"file", 0o100644, uid=0, gid=0, allow_unimported=True).id
+        content = contents.insert_reserved_content(node.db, Tier.NVME)
+    recover(node)
+    os.close(node.tiers[Tier.NVME].create(content))
+    with node.db.transaction():
+        contents.insert_content(node.db, inode, Tier.NVME, reserved_content=content)
+    recover(node)
+    assert node.copies(content) == {Tier.NVME: CopyState.GOOD} and node.state(content) is ContentState.OPEN
 
 
 def end_cleanly(node: Node) -> None:
