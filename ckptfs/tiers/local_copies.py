@@ -129,6 +129,19 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
             copies.delete_copy(db, content.id, target)
 
 
+def copy_for_move(db: Database, source_fd: int, target: TierStorage, content: int) -> int:
+    """Copy an open content to the tier to which it moves, as `copy_open` does.
+
+    From `record_open_move` on the copy counts.
+    """
+    copies.insert_moving_copy(db, content, target.tier)
+    try:
+        return copy_open(source_fd, target, content)
+    except BaseException:
+        copies.delete_filling_copy(db, content, target.tier)
+        raise
+
+
 def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple[int, bytes] | None = None) -> int:
     """Copy an open content, which no process writes, to `target`.
 

@@ -255,7 +255,7 @@ class FileHandlers:
         """Copy, verify, record, and only then remove the source (P5)."""
         try:
             await require_answer(target)
-            fd = await run_in_thread(target.tier, lambda: local_copies.copy_open(file.fd, target, content))
+            fd = await run_in_thread(target.tier, lambda: local_copies.copy_for_move(self._context.db, file.fd, target, content))
         except (OSError, CkptfsError) as failure:
             level = logging.DEBUG if failure.errno in health.FULL_ERRNOS else logging.INFO
             log.log(level, "content %d: cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
