@@ -24,7 +24,7 @@ from ckptfs.catalog import contents, copies, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.catalog.remote_contents import HeldCopy
-from ckptfs.errors import Busy, DigestMismatch
+from ckptfs.errors import Busy, CkptfsError, DigestMismatch
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import reflink, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -173,17 +173,25 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
 
 
 def record_open_move(db: Database, content: int, source: TierStorage, target: Tier) -> None:
-    """Record that an open content has moved, durably if its source was durable (P5)."""
-    with db.transaction():
-        contents.record_move(db, content, source.tier, target)
-    disk.reach("move:recorded")
-    if source.tier is not Tier.RAM:
-        disk.act("move:persist", db.persist)
-
-
-def remove_moved(source: TierStorage, content: int) -> None:
-    """Remove the file that an open content has left; the reclaim step does it if the tier fails."""
+    """Record that an open content has moved."""
     try:
+        with db.transaction():
+            contents.record_move(db, content, source.tier, target)
+    except BaseException:
+        with suppress(OSError, CkptfsError):
+            copies.delete_filling_copy(db, content, target)
+        raise
+    disk.reach("move:recorded")
+
+
+def remove_moved(db: Database, source: TierStorage, content: int) -> None:
+    """Remove the file that an open content has left, once that is durable (P5).
+
+    If a disk fails, the reclaim step does it later.
+    """
+    try:
+        if source.tier is not Tier.RAM:
+            disk.act("move:persist", db.persist)
         fd = disk.act("move:remove", source.detach, content)
     except OSError as failure:
         log.info("content %d: its former file in %s stays for the next sweep: %s", content, source.tier, failure)

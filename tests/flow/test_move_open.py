@@ -4,13 +4,14 @@ import os
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import disk
-from ckptfs.catalog import copies
-from ckptfs.errors import DigestMismatch
+from ckptfs.catalog import contents, copies
+from ckptfs.errors import DigestMismatch, NoSpace
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.recover import Recover
 from ckptfs.model import CopyState, Tier
@@ -29,7 +30,7 @@ source, target = node.tiers[Tier.{source}], node.tiers[Tier.{target}]
 try:
     fd = local_copies.copy_for_move(node.db, source.open(content), target, content)
     local_copies.record_open_move(node.db, content, source, target.tier)
-    local_copies.remove_moved(source, content)
+    local_copies.remove_moved(node.db, source, content)
 except OSError:
     pass
 """
@@ -74,7 +75,7 @@ def test_the_order_is_copy_persist_verify_publish_remove(
     fd = os.open(node.path(content, source), os.O_RDONLY)
     copy = local_copies.copy_for_move(node.db, fd, node.tiers[target], content)
     local_copies.record_open_move(node.db, content, node.tiers[source], target)
-    local_copies.remove_moved(node.tiers[source], content)
+    local_copies.remove_moved(node.db, node.tiers[source], content)
     os.close(fd)
     os.close(copy)
     persisted = ["move:persist"] if source is Tier.NVME else []
@@ -105,7 +106,7 @@ def test_a_mover_leaves_the_file_of_a_move_alone(
     monkeypatch.setattr(transfer, "read", start_mover_and_read)
     os.close(local_copies.copy_for_move(node.db, os.open(node.path(content, source), os.O_RDONLY), node.tiers[target], content))
     local_copies.record_open_move(node.db, content, node.tiers[source], target)
-    local_copies.remove_moved(node.tiers[source], content)
+    local_copies.remove_moved(node.db, node.tiers[source], content)
     assert node.copies(content) == {target: CopyState.GOOD} and node.data(content, target) == DATA + bytes(MIB)
 
 
@@ -117,3 +118,13 @@ def test_a_copy_that_reads_back_otherwise_is_given_up(tmp_path: Path, monkeypatc
         local_copies.copy_for_move(node.db, node.tiers[Tier.RAM].open(content), node.tiers[Tier.NVME], content)
     assert node.files(Tier.NVME) == set() and node.copies(content) == {Tier.RAM: CopyState.GOOD}
     assert node.data(content) == DATA + bytes(MIB)
+
+
+def test_a_move_that_cannot_be_recorded_leaves_the_file_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P1, P5: the disk of the catalog is full."""
+    node, content = make_open(tmp_path, Tier.NVME)
+    os.close(local_copies.copy_for_move(node.db, node.tiers[Tier.NVME].open(content), node.tiers[Tier.PFS], content))
+    monkeypatch.setattr(contents, "record_move", Mock(side_effect=NoSpace("the disk is full")))
+    with pytest.raises(NoSpace):
+        local_copies.record_open_move(node.db, content, node.tiers[Tier.NVME], Tier.PFS)
+    assert node.copies(content) == {Tier.NVME: CopyState.GOOD} and node.data(content, Tier.NVME) == DATA + bytes(MIB)

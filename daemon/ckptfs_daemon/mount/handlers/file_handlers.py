@@ -21,6 +21,7 @@ import trio
 
 from ckptfs import disk, limits
 from ckptfs.catalog import contents, inodes, journal, mover_requests, namespace, peer_copies, summary
+from ckptfs.catalog.database import Database
 from ckptfs.catalog.namespace import NotImported
 from ckptfs.errors import CkptfsError, ContentLost, NoSpace, TimedOut, posix_error
 from ckptfs.model import LOCAL_TIERS, CliqueLost, DataPath, Level, Tier
@@ -253,17 +254,19 @@ class FileHandlers:
 
     async def _move_to(self, file: OpenFile, source: TierStorage, content: int, target: TierStorage) -> bool:
         """Copy, verify, record, and only then remove the source (P5)."""
+        db = self._context.db
         try:
             await require_answer(target)
-            fd = await run_in_thread(target.tier, lambda: local_copies.copy_for_move(self._context.db, file.fd, target, content))
+            fd = await run_in_thread(target.tier, lambda: local_copies.copy_for_move(db, file.fd, target, content))
+            with disk.closing_on_failure(fd):
+                await trio.to_thread.run_sync(local_copies.record_open_move, db, content, source, target.tier)
         except (OSError, CkptfsError) as failure:
             level = logging.DEBUG if failure.errno in health.FULL_ERRNOS else logging.INFO
             log.log(level, "content %d: cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
             return False
-        await trio.to_thread.run_sync(local_copies.record_open_move, self._context.db, content, source, target.tier)
         former = file.swap_fd(fd)
         file.storage, file.is_writable, file.is_name_persisted = target, True, True
-        await trio.to_thread.run_sync(_leave, former, source, content)
+        await trio.to_thread.run_sync(_leave, former, db, source, content)
         self._context.wake_channel.notify(ipc.WORK)
         return True
 
@@ -435,9 +438,9 @@ def _get_stored_bytes(file: OpenFile) -> int:
     return 0 if status is None else status.st_blocks * STAT_BLOCK_BYTES
 
 
-def _leave(fd: int, source: TierStorage, content: int) -> None:
+def _leave(fd: int, db: Database, source: TierStorage, content: int) -> None:
     os.close(fd)
-    local_copies.remove_moved(source, content)
+    local_copies.remove_moved(db, source, content)
 
 
 def _write_all(fd: int, data: bytes | memoryview, offset: int) -> None:
