@@ -89,6 +89,13 @@ def test_features_are_hidden_by_name() -> None:
     assert EVERYTHING & ~kernel.parse_hidden_features("init_ext,max_pages") == 0xFFFFFFFF & ~(Feature.INIT_EXT | Feature.MAX_PAGES)
 
 
+def test_what_the_mount_cannot_do_without_is_not_hidden() -> None:
+    """X10: with every feature hidden, readdirplus is still there: pyfuse3 lists directories by it alone."""
+    hidden = kernel.parse_hidden_features(",".join(Feature.__members__))
+    offer = kernel.parse_init(init_request(EVERYTHING & ~hidden))
+    assert kernel.choose_init_flags(offer, DataPath.BUFFERED, is_single_node=True) == kernel.READDIRPLUS == 1 << 13
+
+
 def test_an_unknown_feature_is_refused_with_those_that_exist() -> None:
     """P11."""
     with pytest.raises(InvalidArgument, match="no feature is called splice") as refused:
