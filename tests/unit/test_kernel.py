@@ -50,6 +50,12 @@ def test_passthrough_and_the_writeback_cache_exclude_each_other() -> None:
         assert not flags & 1 << 14, "pyfuse3 has readdirplus only"
 
 
+def test_no_passthrough_where_a_file_that_is_not_passed_through_could_not_be_mapped() -> None:
+    """P2, X10: a kernel may have the one and lack the other, which came three versions before."""
+    offer = kernel.parse_init(init_request(EVERYTHING & ~Feature.DIRECT_IO_ALLOW_MMAP))
+    assert not kernel.choose_init_flags(offer, DataPath.PASSTHROUGH, is_single_node=True) & Feature.PASSTHROUGH
+
+
 def test_where_other_nodes_write_the_kernel_does_not_keep_sizes_and_times() -> None:
     """P7: with the writeback cache it would show its own for ever."""
     assert (

@@ -119,11 +119,13 @@ def choose_init_flags(init: KernelInit, data_path: DataPath, *, is_single_node: 
     """Return the flags to accept of those offered. PASSTHROUGH and WRITEBACK_CACHE exclude one another.
 
     With WRITEBACK_CACHE the kernel trusts only itself about sizes and times of files. It is used only if no other node changes them
-    (`is_single_node`). A timeout is asked for only in place of a shorter default.
+    (`is_single_node`). Beside passthrough, a file that is not passed through can be mapped only with DIRECT_IO_ALLOW_MMAP. A timeout is
+    asked for only in place of a shorter default.
     """
     cached = Feature.WRITEBACK_CACHE if is_single_node else 0
     timeout = Feature.REQUEST_TIMEOUT if has_default_timeout else 0
-    return (COMMON | timeout | (Feature.PASSTHROUGH if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
+    passed = Feature.PASSTHROUGH if init.flags & Feature.DIRECT_IO_ALLOW_MMAP else 0
+    return (COMMON | timeout | (passed if data_path is DataPath.PASSTHROUGH else cached)) & init.flags
 
 
 def get_request_timeout_s(flags: int, timeouts: FuseTimeouts) -> int:
