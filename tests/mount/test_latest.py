@@ -209,6 +209,8 @@ def test_members_of_tensorflow_and_gromacs(mount: Area) -> None:
     assert newest(mount, mount.path / "rep1") == str(mount.path / "rep1" / "state_prev.cpt")
     (mount.path / "rep1" / "state.cpt").unlink()
     assert latest(mount, "rep1", "state.cpt").resolve().name == "state_prev.cpt"
+    assert newest(mount, mount.path / "rep1" / "state.cpt") == str(mount.path / "rep1" / "state_prev.cpt")
+    assert newest(mount, mount.path / "ckpt-1") == str(mount.path / "ckpt-2"), "no file has this name either"
 
 
 def test_rules_of_the_configuration(make_daemon: Callable[..., DaemonUnderTest], tmp_path: Path) -> None:

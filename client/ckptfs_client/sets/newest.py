@@ -176,6 +176,8 @@ def _find_series(named: Sequence[Path], wanted: Level) -> NamedSeries:
             raise UsageError(f"{where}: {words}", remedy="such as 'run1/step_*'")
         _require_directory(where.parent, where)
         return NamedSeries(where.parent, found)
+    if not os.path.lexists(where) and (without_file := _find_series_without_file(where)) is not None:
+        return without_file
     _require_directory(where.parent if where.exists() else where, where)
     if where.is_dir():
         return _find_series_inside(where, wanted)
@@ -187,6 +189,18 @@ def _find_series(named: Sequence[Path], wanted: Level) -> NamedSeries:
         return committed
     remedy = "name the directory, or a pattern: 'run1/step_*'"
     raise CommandFailed(f"{where}: there is no series: its name has no number", remedy=remedy)
+
+
+def _find_series_without_file(where: Path) -> NamedSeries | None:
+    """Return the series that has this name, or a member that has it, although no file does.
+
+    Such as the prefix of TensorFlow, or the newer file of GROMACS if only the former one is left.
+    """
+    name, names = os.fsencode(where.name), _list_names(where.parent) if where.parent.is_dir() else []
+    for one in patterns.list_series(names):
+        if name in {one.name, *(member.name for member in patterns.list_members(one, names))}:
+            return NamedSeries(where.parent, one)
+    return None
 
 
 def _require_directory(directory: Path, where: Path) -> None:
