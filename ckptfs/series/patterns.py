@@ -210,9 +210,9 @@ def list_series(names: Iterable[bytes]) -> list[Series]:
     """Return the series in a directory, sorted by name.
 
     A name without any that is alike counts if its number is a counter, or if there is no other series. Names of parts of one checkpoint,
-    of experiments and of side products never count. Of series that differ in a part only, the lowest part counts.
+    of experiments and of side products, and hidden names, never count. Of series that differ in a part only, the lowest part counts.
     """
-    names = {name for name in names if not is_temporary(name)}
+    names = {name for name in names if not is_temporary(name) and not name.startswith(b".")}
     ruled = {one: {name for name in names if one.parse_numbers(name) is not None} for one in _list_ruled()}
     names -= {name for members in ruled.values() for name in members} | {*rules.find_marks(names).values()}
     groups = find_groups(names)

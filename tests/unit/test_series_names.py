@@ -38,6 +38,7 @@ def member(name: bytes, *siblings: bytes) -> bytes | None:
         ([b"1-20", b"1-30", b"2-40"], b"*-*"),
         ([b"0", b"0.05", b"0.1", b"1", b"1.5", b"constant", b"system"], b"*"),
         ([b"checkpoint-10", b"tmp-checkpoint-20"], b"checkpoint-*"),
+        ([b"step_8.pt", b".step_9.pt.Xb3aQd", b".nfs0000000000000001"], b"step_*.pt"),
         ([b"global_step100", b"latest", b"zero_to_fp32.py"], b"global_step*"),
         ([b"iter_0000100", b"latest_checkpointed_iteration.txt"], b"iter_*"),
         ([b"melt.100.restart", b"melt.200.restart", b"log.lammps"], b"melt.*.restart"),
