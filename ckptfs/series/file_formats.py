@@ -1,9 +1,9 @@
 """Formats of single files: does a file itself show that it was written to its end?
 
 A file is known by its first bytes, or its name where it is too short or has lost them. What the format keeps at its beginning and at its
-end must fit the size of the file: the directory of a zip archive (`torch.save`, Lightning, `numpy.savez`), the header of safetensors and
-of `.npy`, the end of file in the superblock of HDF5, the storages of an old `torch.save`, the end of a pickle, the mark that GROMACS and
-LAMMPS write last. Only headers and ends are read, so the check of a file of a terabyte takes a few reads.
+end must fit the size of the file: the directory of a zip archive (`torch.save`, Lightning, `numpy.savez`), the header of safetensors,
+netCDF and `.npy`, the end of file in the superblock of HDF5, the storages of an old `torch.save`, the end of a pickle, the mark that
+GROMACS and LAMMPS write last. Only headers and ends are read, so the check of a file of a terabyte takes a few reads.
 
 All functions are pure over `ReadRange`. They never raise for what the bytes are.
 """
@@ -87,6 +87,8 @@ def _inspect(extension: str, size: int, head: bytes, read: ReadRange) -> FileFor
             return FileFormat(format_name, find_flaw(size, head, read))
         if size < len(magic) and magic.startswith(head):
             return FileFormat(format_name, _ENDS_EARLY.format("first bytes are complete"))
+    if head.startswith(_NETCDF):
+        return FileFormat(flaw=_find_netcdf_flaw(size, head, read))  # A file that is cut before its first record looks whole.
     if head[257:262] == b"ustar":
         return FileFormat("tar", _find_tar_flaw(size, head, read))
     if extension == "json":
@@ -237,6 +239,75 @@ def _find_hdf5_flaw(size: int, head: bytes, _: ReadRange) -> str:
         return "was not closed: its HDF5 superblock says that it is open for writing"
     base, expected = int.from_bytes(head[at : at + width], "little"), int.from_bytes(head[at + 2 * width : end], "little")
     return "" if base + expected == size else f"has {size} bytes, but its HDF5 superblock says {base + expected}"
+
+
+_NETCDF = (b"CDF\1", b"CDF\2", b"CDF\5")
+_NETCDF_HEADER_BYTES_MAX = 1 << 20
+_NETCDF_WIDTHS = {1: 1, 2: 1, 3: 2, 4: 4, 5: 4, 6: 8, 7: 1, 8: 2, 9: 4, 10: 8, 11: 8}
+
+
+class _NetcdfHeader:
+    """The numbers of a classic netCDF header, one after the other. Raises EOFError where the header ends."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 4
+        self._width = 8 if data[3] == 5 else 4
+
+    def take(self, width: int = 0) -> int:
+        return int.from_bytes(self._skip(width or self._width), "big")
+
+    def take_count(self) -> range:
+        """Take the tag and the length of a list."""
+        self.take(4)
+        return range(self.take())
+
+    def take_named(self, width: int = 0) -> int:
+        """Take a number behind a name."""
+        self._skip(self.take() + 3 & ~3)
+        return self.take(width)
+
+    def skip_attributes(self) -> None:
+        for _ in self.take_count():
+            self._skip(_NETCDF_WIDTHS[self.take_named(4)] * self.take() + 3 & ~3)
+
+    def _skip(self, length: int) -> bytes:
+        self._at += length
+        if self._at > len(self._data):
+            raise EOFError
+        return self._data[self._at - length : self._at]
+
+
+def _find_netcdf_flaw(size: int, head: bytes, read: ReadRange) -> str:
+    """Find the flaw of a classic netCDF file, which ends before its last variable does.
+
+    The library pads the file when it closes it.
+    """
+    data = read(0, min(size, _NETCDF_HEADER_BYTES_MAX))
+    header = _NetcdfHeader(data)
+    try:
+        records = header.take()
+        lengths = [header.take_named() for _ in header.take_count()]
+        header.skip_attributes()
+        fixed, recorded = [0], list[tuple[int, int]]()  # The ends of variables; where records of others begin, and their bytes.
+        for _ in header.take_count():
+            shape = [lengths[header.take()] for _ in range(header.take_named())]
+            header.skip_attributes()
+            width = _NETCDF_WIDTHS[header.take(4)]
+            _, begin = header.take(), header.take(4 if head[3] == 1 else 8)
+            if shape[:1] == [0]:
+                recorded.append((begin, width * math.prod(shape[1:])))
+            else:
+                fixed.append(begin + width * math.prod(shape))
+    except EOFError:
+        if len(data) < size:
+            raise TooLong from None
+        return _ENDS_EARLY.format("netCDF header is complete")
+    except LookupError:
+        return "has a netCDF header that cannot be read"
+    padding = 3 if len(recorded) > 1 else 0  # Records of a single variable follow each other without.
+    record_bytes = sum(length + padding & ~padding for _, length in recorded)
+    expected = max(fixed + [begin + (records - 1) * record_bytes + length for begin, length in recorded if records])
+    return "" if size >= expected else f"has {size} bytes, but its netCDF header says {expected}"
 
 
 # --- pickles ----------------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import io
 import json
 import lzma
 import pickle
+import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -203,6 +204,42 @@ def test_a_swmr_writer_that_was_killed(tmp_path: Path) -> None:
         file["x"].flush()
         assert inspect("x.h5", path.read_bytes()).flaw
     assert inspect("x.h5", path.read_bytes()) == FileFormat("HDF5")
+
+
+def build_netcdf(version: int, *, records: int = 3) -> bytes:
+    """A classic netCDF file with an attribute, a variable of 5 numbers, and two variables with records, one of 5 bytes padded to 8."""
+    count, offset = (">Q" if version == 5 else ">I"), (">I" if version == 1 else ">Q")
+
+    def text(name: bytes) -> bytes:
+        return struct.pack(count, len(name)) + name + bytes(-len(name) % 4)
+
+    def listed(tag: int, *items: bytes) -> bytes:
+        return struct.pack(">I", tag if items else 0) + struct.pack(count, len(items)) + b"".join(items)
+
+    def variable(name: bytes, dimensions: list[int], kind: int, size: int, begin: int) -> bytes:
+        shape = struct.pack(count, len(dimensions)) + b"".join(struct.pack(count, one) for one in dimensions)
+        return text(name) + shape + listed(12) + struct.pack(">I", kind) + struct.pack(count, size) + struct.pack(offset, begin)
+
+    def header(begin: int) -> bytes:
+        dimensions = listed(10, text(b"time") + struct.pack(count, 0), text(b"x") + struct.pack(count, 5))
+        attributes = listed(12, text(b"title") + struct.pack(">I", 2) + text(b"melt"))
+        fixed = variable(b"u", [1], 6, 40, begin)
+        recorded = [variable(b"b", [0, 1], 1, 8, begin + 40), variable(b"t", [0], 5, 4, begin + 48)]
+        return b"CDF" + bytes([version]) + struct.pack(count, records) + dimensions + attributes + listed(11, fixed, *recorded)
+
+    return header(len(header(0))) + bytes(40) + bytes(12) * records
+
+
+@pytest.mark.parametrize("version", [1, 2, 5])
+def test_a_classic_netcdf_file_that_was_cut(version: int) -> None:
+    """H4, N7: it is flawed if it ends before its last variable. It never counts as whole: cut before its first record, it looks so."""
+    data = build_netcdf(version)
+    assert inspect("restart.nc", data) == inspect("restart", data + b"more") == FileFormat()
+    assert all(inspect("restart.nc", data[:length]).flaw for length in range(4, len(data)))
+    assert f"has {len(data) - 1} bytes, but its netCDF header says {len(data)}" in inspect("restart.nc", data[:-1]).flaw
+    assert inspect("restart.nc", build_netcdf(version, records=0)) == FileFormat()
+    bad_type = data.replace(b"\0\0\0\2" + (4).to_bytes(8 if version == 5 else 4, "big") + b"melt", b"\0\0\0\x63" + bytes(8) + b"melt")
+    assert "cannot be read" in inspect("restart.nc", bad_type).flaw
 
 
 def count_read_bytes(name: str, data: bytes) -> int:
