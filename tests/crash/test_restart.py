@@ -215,9 +215,11 @@ def test_a_mount_made_by_a_living_daemon_is_not_taken_over(
 ) -> None:
     other = make_daemon("auto", start=False)
     other.path = fresh_mount.path
+    other.state.rmdir()
     with pytest.raises(NotStarted, match="already has a ckptfs mounted"):
         other.start()
     assert os.stat(fresh_mount.path).st_dev == fresh_mount.device
+    assert not other.state.exists(), "`ckptfs mounts` lists no name that never had a mount"
 
 
 def test_sigterm_on_a_mount_in_use_lets_open_files_be_finished(fresh_mount: DaemonUnderTest) -> None:

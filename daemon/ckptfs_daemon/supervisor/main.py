@@ -101,6 +101,8 @@ def _serve(
 
 def _prepare_state(config: Config, handed: Handed | None) -> int:
     """Prepare and lock the state directory with catalog and RAM tier; return the descriptor of the lock."""
+    if not config.state.exists():
+        connection.unmount_stale(config.mountpoint)  # A new name that is refused there leaves no state directory.
     config.state.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = config.state.stat()
     if found.st_uid != os.geteuid():
