@@ -477,7 +477,7 @@ ETCD_PROBE_WAIT_S = 2.0
 INSPECTED_FILES_MAX = 65_536
 # Blocks of one file that travel between nodes to inspect it: its beginning, its end, and what lies in between of a pickle.
 INSPECTED_BLOCKS_MAX = 16
-# A PFS, or the mover, answers within INSPECT_WAIT_S, or the file counts as unreadable; then the PFS is left alone for INSPECT_REST_S.
+# A tier, or the mover, answers within INSPECT_WAIT_S, or the file counts as unreadable; then the tier is left alone for INSPECT_REST_S.
 INSPECT_WAIT_S = 5.0
 INSPECT_REST_S = 10.0
 

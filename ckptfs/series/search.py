@@ -391,7 +391,10 @@ class _Search(Generic[Entry]):
             return self._build_answer(known, await self._require_answer(listed, verdict))
         assert member is not None
         first_older = self._position_by_entry[member.entry] + 1 if member.numbers != (UNNUMBERED,) else 0
-        return self._build_answer(member, verdict or await self.judge(member, self._members[first_older:]))
+        if verdict is None:
+            verdict = await self.judge(member, self._members[first_older:])
+            verdict = await self._require_answer(await self._list(member), verdict)
+        return self._build_answer(member, verdict)
 
     async def _judge_in_place(self, member: Member, known: KnownSet[Entry]) -> Completeness | None:
         """Return the verdict on a member whose files are those of a set. Returns None for any other.

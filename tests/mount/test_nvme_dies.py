@@ -123,6 +123,21 @@ def test_without_a_pfs_its_files_alone_fail_and_are_back_with_it(make_daemon: Ma
     assert (daemon.path / "moved").read_bytes() == data and (daemon.path / "more").read_bytes() == more
 
 
+def test_what_only_it_had_is_no_checkpoint(make_daemon: Make, nvme: Path) -> None:
+    """D3, N2: `latest` passes over it, also as a set of the history, and names what RAM has."""
+    daemon = make_daemon("auto", ram="32M", nvme=nvme, pfs=None)
+    daemon.expect_warning("nvme|disk|only|content|cannot be sealed|removed|set")
+    fill(daemon.path / "step_2.bin")
+    daemon.settle()
+    assert daemon.command("latest", daemon.path).stdout == f"{daemon.path}/step_2.bin\n"
+    eventually(lambda: [*(daemon.path / ".ckptfs" / "history" / "step_*.bin").glob("step_2.bin@*")], what="its set")
+    die(nvme)
+    (daemon.path / "step_1.bin").write_bytes(b"x" * 100_000)
+    daemon.settle()
+    result = daemon.command("latest", daemon.path)
+    assert result.stdout == f"{daemon.path}/step_1.bin\n" and "step_2.bin was passed over: it cannot be read" in result.stderr
+
+
 @contextlib.contextmanager
 def frozen(place: Path) -> Iterator[None]:
     """No change of the filesystem there returns while the block runs."""

@@ -2,7 +2,7 @@
 
 Bytes come from the copy in RAM or NVMe, else from the PFS, else through the mover from another node. All reads run in worker threads, and
 none fetches a large file. What a sealed generation shows never changes, so it is remembered; a file that only the PFS has is opened each
-time, because the PFS may be gone. A PFS that does not answer is left alone for a while.
+time, because the PFS may be gone, and of those on NVMe one. A tier that does not answer is left alone for a while.
 """
 
 import errno
@@ -34,9 +34,9 @@ from ckptfs.series.patterns import Series, build_series, choose_part, find_serie
 from ckptfs.series.pickle_scan import ReadRange
 from ckptfs.series.search import MANIFESTS, KnownSet, KnownSets, LatestAnswer, LatestMember, Listing, find_newest, judge_kept
 from ckptfs.series.set_kinds import MemberFile
-from ckptfs.tiers import pfs_tree
+from ckptfs.tiers import health, pfs_tree
 from ckptfs_daemon.mount.context import ChangeRunner, MountContext
-from ckptfs_daemon.mount.open_files.tier_calls import run_on_pfs
+from ckptfs_daemon.mount.open_files.tier_calls import run_in_thread
 from ckptfs_daemon.newest_sets import list_newest_first, load_set_order
 
 Result = TypeVar("Result")
@@ -55,7 +55,7 @@ class MountMemberReader:
     def __init__(self, context: MountContext, changes: ChangeRunner) -> None:
         self._context, self._changes = context, changes
         self._known = BoundedTable[tuple[int, int, bytes], FileFormat](limits.INSPECTED_FILES_MAX)
-        self._pfs_silent_until_s = float("-inf")
+        self._silent_until_s = dict.fromkeys(Tier, float("-inf"))
         self._named_until_s: dict[int, float] = {}
 
     # --- the catalog --------------------------------------------------------------------------------------------------
@@ -286,19 +286,23 @@ class MountMemberReader:
         return found.keys() - files.keys() if files.items() <= found.items() else None
 
     async def find_unreadable(self, files: Mapping[bytes, int]) -> tuple[bytes, OSError] | None:
-        """Return a file that only the PFS has, and the error of reading it; None if it can be read.
+        """Return a file that is not in RAM and cannot be read, and the error; None if there is none.
 
-        One such file stands for all: there may be thousands, and each takes a call to the PFS.
+        One file on NVMe stands for all, and one on the PFS: there may be thousands, and each takes a call.
         """
+        tried = {Tier.RAM}
         for path, number in files.items():
             state = copies.load_fetch_state(self._context.db, number)
-            if state is None or state.published is None or state.has_local_copy or state.holders:
+            if state is None or state.holders or (state.published is None and not state.copies):
                 continue
+            tier = next(iter(self._list_tiers(state)), Tier.PFS)
+            if tier in tried:
+                continue
+            tried.add(tier)
             try:
                 await self._read_here(state, lambda size, read: read(0, min(size, 1)))
             except OSError as failure:
                 return path, failure
-            break
         return None
 
     # --- bytes --------------------------------------------------------------------------------------------------------
@@ -352,36 +356,43 @@ class MountMemberReader:
             raise posix_error(failure.errno, str(failure)) from failure
 
     async def _read_here(self, state: FetchState, act: Callable[[int, ReadRange], Result]) -> Result:
-        """Run `act` on the copy in a tier of this node, or on the file of the PFS.
+        """Run `act` on the first copy in a tier of this node that can be read, or on the file of the PFS.
 
         Raises OSError if there is none.
         """
         content, pfs = state.content, self._context.config.pfs
-        tiers = [copy.tier for copy in state.copies if copy.state is CopyState.GOOD and copy.tier in self._context.tiers]
-        if content is not None and tiers:
-            number, storage = content.id, self._context.tiers[min(tiers, key=list(Tier).index)]
-            if storage.tier is Tier.PFS:
-                return await self._read_on_pfs(lambda: _run_on(storage.open(number), act))
-            return await trio.to_thread.run_sync(lambda: _run_on(storage.open(number), act))
+        failure = posix_error(errno.ENODATA if state.holders else errno.EIO)
+        for tier in self._list_tiers(state):
+            open_copy = functools.partial(self._context.tiers[tier].open, cast(int, state.content_id))
+            try:
+                return await self._read_in_time(tier, functools.partial(_run_on, open_copy, act))
+            except OSError as error:
+                if not health.is_tier_failure(error):
+                    raise
+                failure = error
         if pfs is not None and state.published is not None and (content is None or content.state is not ContentState.OPEN):
-            return await self._read_on_pfs(lambda: _run_on(pfs_tree.open_published(pfs, state), act))
-        raise posix_error(errno.ENODATA if state.holders else errno.EIO)
+            return await self._read_in_time(Tier.PFS, lambda: _run_on(lambda: pfs_tree.open_published(pfs, state), act))
+        raise failure
 
-    async def _read_on_pfs(self, act: Callable[[], Result]) -> Result:
-        """Run `act` in a thread that may hang as long as the PFS does.
+    def _list_tiers(self, state: FetchState) -> list[Tier]:
+        """Return the tiers of this node that have a good copy, RAM first."""
+        return [copy.tier for copy in state.copies if copy.state is CopyState.GOOD and copy.tier in self._context.tiers]
 
-        Raises OSError, for instance if the PFS does not answer in time.
+    async def _read_in_time(self, tier: Tier, act: Callable[[], Result]) -> Result:
+        """Run `act` in a thread that may hang as long as the tier does.
+
+        Raises OSError, for instance if the tier does not answer in time.
         """
-        if trio.current_time() < self._pfs_silent_until_s:
+        if trio.current_time() < self._silent_until_s[tier]:
             raise posix_error(errno.ETIMEDOUT)
         found: Any = None
         with trio.move_on_after(limits.INSPECT_WAIT_S) as scope:
             try:
-                found = await run_on_pfs(act)
+                found = await run_in_thread(tier, act)
             except CkptfsError as failure:
                 raise posix_error(failure.errno, str(failure)) from failure
         if scope.cancelled_caught:
-            self._pfs_silent_until_s = trio.current_time() + limits.INSPECT_REST_S
+            self._silent_until_s[tier] = trio.current_time() + limits.INSPECT_REST_S
             raise posix_error(errno.ETIMEDOUT)
         return cast(Result, found)
 
@@ -415,7 +426,7 @@ def _build_known_set(series: Series, name: SetName) -> KnownSet[int] | None:
     return None if numbers is None else KnownSet(numbers, name.member, name.number, name.is_group, name.directory)
 
 
-def _run_on(fd: int, act: Callable[[int, ReadRange], Result]) -> Result:
-    """Run `act` on a descriptor, and close it."""
-    with disk.closing(fd):
+def _run_on(open_file: Callable[[], int], act: Callable[[int, ReadRange], Result]) -> Result:
+    """Open a file, run `act` on it, and close it."""
+    with disk.closing(open_file()) as fd:
         return act(os.fstat(fd).st_size, lambda offset, length: os.pread(fd, length, offset))
