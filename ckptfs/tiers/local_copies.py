@@ -108,7 +108,7 @@ def _copy_bytes(db: Database, tiers: Tiers, content: Content, source: Tier, targ
     check = partial(contents.require_unchanged, db, content)
     tiers[target].remove(content.id)
     with disk.closing(tiers[source].open(content.id)) as source_fd, disk.closing(tiers[target].create(content.id)) as target_fd:
-        tiers[target].reserve(target_fd, os.fstat(source_fd).st_blocks * 512)
+        tiers[target].reserve_copy(target_fd, source_fd)
         size, digest, _ = transfer.copy(source_fd, target_fd, label="duplicate", before_block=check)
         if (size, digest) != (content.size, content.digest):
             if not quarantine(db, content, source, "its digest is not the sealed one"):
@@ -156,7 +156,7 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
         if expected is not None and reflink.clone(source_fd, fd):
             written = expected
         else:
-            target.reserve(fd, status.st_blocks * 512)
+            target.reserve_copy(fd, source_fd)
             written = transfer.copy(source_fd, fd, label="move:copy")[:2]
             if written != (expected or written):
                 raise DigestMismatch(f"the source of content {content} does not have its digest")

@@ -27,7 +27,7 @@ from ckptfs.config import Config
 from ckptfs.errors import NoSpace, TierUnavailable
 from ckptfs.model import LOCAL_TIERS, Tier, file_name
 from ckptfs.quantities import format_count
-from ckptfs.tiers import health, prepared, reflink, space
+from ckptfs.tiers import health, prepared, reflink, space, transfer
 from ckptfs.tiers.growth import GrowthTable, bound_allocation_ahead
 from ckptfs.tiers.prepared import PreparedFile, PreparedFiles
 from ckptfs.tiers.space import Capacity
@@ -294,6 +294,11 @@ class TierStorage(TierRoot):
         if self.shares_filesystem and size:
             with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem supports it; then the copy itself raises ENOSPC.
                 disk.act("tier:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, offset, size)
+
+    def reserve_copy(self, fd: int, source_fd: int) -> None:
+        """Allocate the space of a copy of a file, where that has data. Raises ENOSPC."""
+        for start, end in transfer.list_data_ranges(source_fd, os.fstat(source_fd).st_size):
+            self.reserve(fd, end - start, start)
 
     def reserve_blocks(self, fd: int, numbers: Iterable[int], size: int) -> None:
         """Allocate the space of some blocks of a file of `size` bytes. Raises ENOSPC."""

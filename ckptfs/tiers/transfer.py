@@ -89,7 +89,7 @@ def read_parallel(source_fd: int, *, label: str, before_block: Callable[[], None
     size = os.fstat(source_fd).st_size
     threads = min(limits.DIGEST_THREADS_MAX, os.cpu_count() or 1)
     is_small = size < limits.DIGEST_PARALLEL_BYTES_MIN or size > limits.BLOCK_DIGESTS_MAX * limits.BLOCK_BYTES
-    if threads < 2 or is_small or next(_extents(source_fd, size), None) != (0, size):
+    if threads < 2 or is_small or next(list_data_ranges(source_fd, size), None) != (0, size):
         return read(source_fd, label=label, before_block=before_block)
     starts = range(0, size, limits.BLOCK_BYTES)
     found: dict[int, bytes] = {}
@@ -136,7 +136,7 @@ def _count_resumable(source_fd: int, size: int, target_fd: int) -> int:
     They are fsynced and dropped from the page cache: a page whose write failed may still be in memory and look correct.
     """
     resumable = os.fstat(target_fd).st_size
-    if resumable and next(_extents(source_fd, size), None) != (0, size):
+    if resumable and next(list_data_ranges(source_fd, size), None) != (0, size):
         os.ftruncate(target_fd, 0)  # A hole of the source does not overwrite old bytes.
         return 0
     if resumable:
@@ -160,7 +160,7 @@ def _read_pieces(
 ) -> Iterator[tuple[int, memoryview]]:
     """Yield (offset, bytes) of all data up to `size` or the end; `running` gets holes as zeros."""
     buffer = memoryview(bytearray(min(PIECE_BYTES, max(size, 1))))
-    for start, end in _extents(source_fd, size):
+    for start, end in list_data_ranges(source_fd, size):
         _digest_zeros(running, start, before_block)
         while running.size < end:
             if running.size % limits.BLOCK_BYTES == 0:
@@ -186,8 +186,8 @@ def _digest_zeros(running: digest.RunningDigest, end: int, before_block: Callabl
         running.update_zeros(min(end - running.size, 1024 * limits.BLOCK_BYTES))
 
 
-def _extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, end) of data between holes up to `size`; one extent if the filesystem does not know."""
+def list_data_ranges(fd: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (start, end) of data between holes up to `size`; one range if the filesystem does not know."""
     status = os.fstat(fd)
     if status.st_blocks * 512 >= size and not is_prepared(status):
         if size:

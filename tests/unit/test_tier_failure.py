@@ -14,7 +14,7 @@ from local_node import Node, inject_fault
 from ckptfs import limits
 from ckptfs.errors import NoSpace
 from ckptfs.model import Tier
-from ckptfs.tiers import storage
+from ckptfs.tiers import local_copies, storage
 from ckptfs.tiers.growth import GrowthTable
 from ckptfs.tiers.storage import Tiers
 
@@ -151,6 +151,18 @@ def test_a_copy_reserves_its_space_where_nothing_else_keeps_the_budget(node: Nod
             mover.reserve(file.fileno(), 3 << 20)
         inject_fault(monkeypatch, "tier:reserve=EOPNOTSUPP")
         mover.reserve(file.fileno(), 1 << 20)
+
+
+def test_the_copy_of_a_file_with_holes_takes_no_more_than_the_file(node: Node) -> None:
+    """T2: a file that is written from its end has its bytes there, and so has the room of its copy."""
+    nvme = storage.TierStorage(Tier.NVME, node.config.nvme or node.root, budget_bytes=8 << 20)
+    assert nvme.get_capacity().total == 8 << 20
+    content = node.make(b"backwards", b"", closed=False)
+    with open(node.path(content), "r+b") as file:
+        for offset in (8 << 20, 4 << 20):
+            os.pwrite(file.fileno(), os.urandom(2 << 20), offset)
+        os.close(local_copies.copy_open(file.fileno(), nvme, content))
+    assert os.stat(node.path(content, Tier.NVME)).st_blocks * 512 <= 4 << 20
 
 
 def test_two_processes_keep_one_budget(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -165,7 +165,7 @@ def _copy_bytes(
 ) -> transfer.ContentDigests:
     """Copy a file, by blocks that are readable as they arrive if their digests are known."""
     if content is None or not _has_block_digests(content):
-        storage.reserve(target, os.fstat(source).st_blocks * 512)
+        storage.reserve_copy(target, source)
         return transfer.copy(source, target, label="fetch", before_block=progress.extend_wait)
     assert content.digest is not None and content.block_digests is not None
     disk.act("fetch:truncate", os.ftruncate, target, content.size)
