@@ -381,7 +381,7 @@ def load_space_outlook(db: Database) -> SpaceOutlook:
     """Return whether work of the mover will free space: seals, write-back, deletions, evictions."""
     with db.read_transaction():
         doomed, closed = db.row("SELECT coalesce(sum(state = 3), 0), coalesce(sum(state = 1 AND remote = 0), 0) FROM content") or (0, 0)
-        journal_rows = db.value("SELECT count(*) FROM journal WHERE op = 'content'")
+        journal_rows = db.value("SELECT count(*) FROM journal")
         copies_left = db.value("SELECT count(*) FROM copy WHERE state = 1 AND tier <> 'pfs'")
     leaving = count_leaving_bytes(db, Tier.RAM) + count_leaving_bytes(db, Tier.NVME)
     return SpaceOutlook(bool(doomed or closed or journal_rows or leaving), (doomed, closed, journal_rows, copies_left, leaving))

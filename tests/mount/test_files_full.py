@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from daemon_under_test import Area, DaemonUnderTest
+from daemon_under_test import Area, DaemonUnderTest, eventually, shorten
 from loop_disk import mounted
 from programs import need, run
 
@@ -80,6 +80,22 @@ def test_enospc_when_everything_is_full_and_room_again_after_an_unlink(data_path
     os.unlink(daemon.path / "large")
     _fill(daemon.path / "small", 8)
     _check(daemon.path / "small", 8)
+
+
+def test_room_again_after_an_unlink_on_a_full_pfs(data_path: str, make_daemon: Make) -> None:
+    """P10: write-back, which has just failed for want of room, does not wait for its next attempt while a writer waits."""
+    daemon = make_daemon(data_path, ram="64M", nvme=None, drain_deadline="1s", start=False)
+    daemon.env.update(shorten(RETRY_FIRST_S=500, RETRY_LAST_S=1000))
+    daemon.expect_warning("No space left|drained until the deadline")
+    run("mount", "-t", "tmpfs", "-o", "size=44M", "none", daemon.pfs)
+    daemon.start()
+    with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+        for number in range(9):
+            _fill(daemon.path / f"f{number}", 20)
+    eventually(lambda: "No space left" in daemon.log, what="write-back has failed")
+    os.unlink(daemon.path / "f0")
+    _fill(daemon.path / "small", 18)
+    _check(daemon.path / "small", 18)
 
 
 def _free(place: Path) -> int:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import trio
 
 from ckptfs import disk, limits
-from ckptfs.catalog import summary
+from ckptfs.catalog import mover_requests, summary
 from ckptfs.model import DataPath, Tier
 from ckptfs.tiers import space
 from ckptfs.tiers.prepared import PreparedFile
@@ -151,6 +151,7 @@ class SpaceWait:
             outlook = summary.load_space_outlook(self._context.db)
             if outlook != self._outlook:
                 self._changed_s = now_s
+                self._context.mover_client.wake_mover(mover_requests.ALL_LANES)  # A full PFS may take a removal, and then more.
             self._outlook = outlook
             summary.set_space_demand(self._context.db, wanted_bytes)
             self._context.wake_channel.notify(ipc.WORK)
