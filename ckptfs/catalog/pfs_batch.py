@@ -186,7 +186,8 @@ def _decode(kind: Any, value: Any) -> Any:
         return tuple(_decode(option, item) for option, item in zip(options, value, strict=True))
     if isinstance(kind, type) and is_dataclass(kind):
         kinds = _load_kinds(kind)
-        return kind(**{name: _decode(kinds[name], item) for name, item in value.items()})
+        named = value if isinstance(value, dict) else dict(zip(kinds, value, strict=False))  # By position in a batch of 0.2.0.
+        return kind(**{name: _decode(kinds[name], item) for name, item in named.items()})
     return value.encode("latin-1") if kind is bytes else value
 
 
@@ -194,27 +195,31 @@ _load_kinds = cache(get_type_hints)  # It evaluates the annotations with each ca
 
 
 def _load_batch(text: str) -> PfsBatch:
-    """Return a stored batch of this or an earlier version. Raises CatalogTooNew if the version is unknown."""
+    """Return a stored batch. Raises CatalogTooNew if neither this version nor 0.2.0 wrote it."""
     body = json.loads(text)
     if isinstance(body, list):
-        body = {"version": 1, **_name_version_1(body)}
-    if (version := body.pop("version")) > _BATCH_VERSION:
+        return _load_batch_of_0_2_0(body)
+    if (version := body.pop("version")) != _BATCH_VERSION:
         raise CatalogTooNew(
-            f"the catalog's write-back batch has version {version}, this ckptfs knows up to {_BATCH_VERSION}",
-            remedy="install the newer ckptfs again; nothing was changed",
+            f"the catalog's write-back batch has version {version}, this ckptfs knows {_BATCH_VERSION} and that of 0.2.0",
+            remedy="install the ckptfs again that wrote it; nothing was changed",
         )
-    if version in {2, 3}:  # These lists had objects.
-        body |= {name: [list(item.values()) for item in body[name]] for name in ("pending_entries", "requeued")}
-    expected_entries = _decode(list[ExpectedEntry], body.pop("expected_entries", []))  # Until version 4, the state after the batch.
-    pending_entries = _decode(list[tuple[int, bytes, int | None]], body.pop("pending_entries", []))
-    batch = cast(PfsBatch, _decode(PfsBatch, body))
-    if version < 3:
-        _derive_changes(batch, expected_entries, pending_entries)
+    return cast(PfsBatch, _decode(PfsBatch, body))
+
+
+def _load_batch_of_0_2_0(body: list[Any]) -> PfsBatch:
+    """Return a batch of 0.2.0: values by position, and the state after the batch instead of changes."""
+    order = "last_seq actions expected_entries pending_entries published_rows requeued merged_directories after_seq kept_seqs"
+    named = dict(zip(order.split(), body, strict=True))
+    expected = _decode(list[ExpectedEntry], named.pop("expected_entries"))
+    pending = _decode(list[tuple[int, bytes, int | None]], named.pop("pending_entries"))
+    batch = cast(PfsBatch, _decode(PfsBatch, named))
+    _derive_changes(batch, expected, pending)
     return batch
 
 
 def _derive_changes(batch: PfsBatch, expected: list[ExpectedEntry], pending: list[tuple[int, bytes, int | None]]) -> None:
-    """Fill in what versions 1 and 2 did not store: which action leads to which part of the state."""
+    """Fill in what 0.2.0 did not store: which action leads to which part of the state."""
     final = {show.location.pfs_name: show for show in expected}
     key_of: dict[PfsName, int] = {}
 
@@ -246,27 +251,6 @@ def _derive_changes(batch: PfsBatch, expected: list[ExpectedEntry], pending: lis
     put_keys = {action.inode: action.key for action in batch.actions if action.act == "put"}
     batch.published_rows = [replace(row, key=put_keys.get(row.inode, 0)) for row in batch.published_rows]
     batch.requeued_seqs = [0] * len(batch.requeued)
-
-
-def _name_version_1(body: list[Any]) -> dict[str, Any]:
-    """Give the values of version 1, which are known by their positions, the names of the later versions."""
-
-    def name_fields(names: str, item: list[Any] | None) -> Any:
-        return None if item is None else dict(zip(names.split(), item, strict=True))
-
-    def name_nested(item: dict[str, Any]) -> dict[str, Any]:
-        fields = {"location": "parent name path", "new_location": "parent name path",
-                  "fingerprint": "ino size mtime_ns", "replaced_fingerprint": "ino size mtime_ns"}  # fmt: skip
-        return {name: name_fields(fields[name], value) if name in fields else value for name, value in item.items()}
-
-    lists = {
-        "actions": "act key inode location fingerprint new_location replaced_fingerprint temporary",
-        "expected_entries": "location inode fingerprint",
-        "published_rows": "inode generation is_complete size mtime_ns pfs_inode digest block_digests",
-    }
-    order = "last_seq actions expected_entries pending_entries published_rows requeued merged_directories after_seq kept_seqs"
-    named: dict[str, Any] = name_fields(order, body)
-    return named | {name: [name_nested(name_fields(names, item)) for item in named[name]] for name, names in lists.items()}
 
 
 def record_batch_done(db: Database, batch: PfsBatch, observed: ObservedNames) -> None:

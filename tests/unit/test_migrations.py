@@ -132,7 +132,7 @@ def test_columns_have_their_values_under_the_new_names(tmp_path: Path) -> None:
     db.close()
 
 
-@pytest.mark.parametrize("release", DUMPS)
+@pytest.mark.parametrize("release", ["0.2.0", "0.1.0", "version 2"])
 def test_a_pending_batch_is_read_across_the_upgrade(release: str, tmp_path: Path) -> None:
     db = Database(load(release, tmp_path), journalled=True)
     found = pfs_batch.find_batch(db)
@@ -154,8 +154,14 @@ def test_a_pending_batch_is_read_across_the_upgrade(release: str, tmp_path: Path
     with db.transaction():
         pfs_batch.set_batch(db, batch, ready=False)
     assert pfs_batch.find_batch(db) == (False, batch), "by field names"
-    db.run("UPDATE pfs_batch SET body = json_set(body, '$.version', 9)")
-    with pytest.raises(CatalogTooNew, match="version 9, this ckptfs knows up to 5"):
+    db.close()
+
+
+@pytest.mark.parametrize("version", [3, 9])
+def test_a_pending_batch_of_no_release_is_refused(version: int, tmp_path: Path) -> None:
+    db = Database(load("version 3", tmp_path), journalled=True)
+    db.run("UPDATE pfs_batch SET body = json_set(body, '$.version', ?)", version)
+    with pytest.raises(CatalogTooNew, match=f"version {version}, this ckptfs knows 5 and that of 0.2.0"):
         pfs_batch.find_batch(db)
     db.close()
 
