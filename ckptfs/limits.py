@@ -45,7 +45,7 @@ SHARED_ATTRIBUTE_TIMEOUT_S = 0.001
 ORPHANS_GATHER_S = 0.005
 ORPHANS_INTERVAL_S = 120.0
 STATFS_UNIT_BYTES = 4 * KIB
-# Replies kept for requests that a process may take up after its predecessor. A power of two: the request number is the index.
+# Replies kept for requests that a process may take up after the one before. A power of two: the request number is the index.
 REPLIES_KEPT = 4096
 # Slots of the table of requests in flight. Nearly every request but a write fits into a small slot. A large slot takes any request, with
 # room for its headers, and gets its memory when it is first used. If all are taken, the kernel keeps further requests.

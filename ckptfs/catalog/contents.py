@@ -159,21 +159,21 @@ def restore_previous(db: Database, lost: Content) -> str:
     may show an fsynced state of the lost one.
     """
     with db.transaction():
-        older = db.row(
+        previous = db.row(
             "SELECT id, size, generation FROM content k WHERE inode = ? AND generation < ? AND state = 2"
             " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY generation DESC LIMIT 1",
             lost.inode, lost.generation,
         )  # fmt: skip
         shown = db.row("SELECT size, mtime_ns, generation FROM pfs_file WHERE inode = ?", lost.inode)
-        if older is not None and (shown is None or shown[2] <= older[2]):
-            db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", older[0], older[1], lost.inode)
-            what = "its former generation"
+        if previous is not None and (shown is None or shown[2] <= previous[2]):
+            db.run("UPDATE inode SET content = ?, size = ? WHERE id = ?", previous[0], previous[1], lost.inode)
+            what = "its previous generation"
         elif shown is not None:
             db.run("UPDATE inode SET content = NULL, size = ?, mtime_ns = ? WHERE id = ?", shown[0], shown[1], lost.inode)
             # It may be an fsynced state of the open file. From now on that is the whole file.
             db.run("UPDATE pfs_file SET complete = 1 WHERE inode = ?", lost.inode)
-            if older is not None:
-                set_state(db, older[0], ContentState.DOOMED)
+            if previous is not None:
+                set_state(db, previous[0], ContentState.DOOMED)
             what = "what is on the PFS"
         else:
             return ""

@@ -405,7 +405,7 @@ def _reserve_content_id(db: Database) -> int:
 
 
 def delete_filling_pfs_copies(db: Database) -> None:
-    """Delete FILLING copies of a former mover in the PFS's work area."""
+    """Delete FILLING copies of a previous mover in the PFS's work area."""
     db.change(f"DELETE FROM copy WHERE tier = ? AND state = 0 AND NOT ({_IS_MOVING})", Tier.PFS)
 
 

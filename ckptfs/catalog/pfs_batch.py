@@ -117,7 +117,7 @@ def build_batch_before(batch: PfsBatch, refused_key: int, *, has_both_names: boo
     def counts(key: int) -> bool:
         return key in done_keys or key < seq * KEYS_PER_ROW
 
-    # A name that still shows the former bytes of a file needs a link to its new ones, and so does its row.
+    # A name that still shows the previous bytes of a file needs a link to its new ones, and so does its row.
     unlinked = {
         one.inode for one in batch.actions[index:] if one.act == "link" and one.replaced_fingerprint and one.key // KEYS_PER_ROW == seq
     }
@@ -320,7 +320,7 @@ def _record_observed(db: Database, batch: PfsBatch, observed: ObservedNames) -> 
         seen = observed.get(show.location.pfs_name)
         if seen is None:
             continue
-        if show.inode in restamped:  # A stale name may show a former file of this inode, which has its own attributes.
+        if show.inode in restamped:  # A stale name may show a previous file of this inode, which has its own attributes.
             seen_now = "UPDATE pfs_entry SET seen_mode = ?, seen_uid = ?, seen_gid = ? WHERE inode = ? AND seen_ino = ?"
             db.run(seen_now, seen.mode, seen.uid, seen.gid, show.inode, seen.ino)
         if not stat.S_ISREG(seen.mode):

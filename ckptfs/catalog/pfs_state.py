@@ -151,7 +151,7 @@ class PfsView:
         """Return the entry under a name. Returns None if there is none."""
         if (parent, name) in self.entries:
             return self.entries[parent, name]
-        # A stale name may show the former bytes of a file that has new ones elsewhere.
+        # A stale name may show the previous bytes of a file that has new ones elsewhere.
         row = self._db.row(
             "SELECT e.inode, coalesce(p.pfs_inode, e.seen_ino, 0), coalesce(p.size, -1), coalesce(p.mtime_ns, -1) FROM pfs_entry e"
             " LEFT JOIN pfs_file p ON p.inode = e.inode AND (p.pfs_inode = e.seen_ino OR e.seen_ino IS NULL OR NOT EXISTS"
@@ -216,7 +216,7 @@ class PfsView:
         """Return True if the directory of a name is missing on the PFS, and will appear later."""
         return not self.has_directory(parent, name) and bool(self.list_pending_names(parent))
 
-    def get_former(self, parent: int, name: bytes) -> tuple[int | None, int]:
+    def get_recorded(self, parent: int, name: bytes) -> tuple[int | None, int]:
         """Return (inode, st_mode) of what a name showed before this plan; (None, 0) if nothing."""
         query = "SELECT inode, coalesce(seen_mode, 0) FROM pfs_entry WHERE parent = ? AND name = ?"
         return self._db.row(query, parent, name) or (None, 0)

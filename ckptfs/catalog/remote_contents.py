@@ -153,7 +153,7 @@ def count_hosted(db: Database) -> tuple[int, int]:
 
 
 def record_remote(db: Database, remote: RemoteState, *, is_from_store: bool = False) -> bool:
-    """Record what another node wrote; older copies become STALE. False: this node has newer facts.
+    """Record what another node wrote; previous copies become STALE. False: this node has newer facts.
 
     To which file a content of this node belongs, only the store can tell: a peer may offer it for the file that it was the previous one of.
     """
@@ -189,20 +189,21 @@ def record_remote(db: Database, remote: RemoteState, *, is_from_store: bool = Fa
         return True
 
 
-def mark_restored(db: Database, content: int, inode: int, *, is_own: bool, former_ns: int | None) -> None:
+def mark_restored(db: Database, content: int, inode: int, *, is_own: bool, superseded_mtime_ns: int | None) -> None:
     """Take a content back that was deleted here, or that was replaced here and has another owner now.
 
     Another node restored its file, or keeps it until its successor is safe. Copies on this node count again. `inode`, `is_own` and
-    `former_ns` are what the store says. If this node owns the content there, it goes on to do so here, and deletes its key one day.
+    `superseded_mtime_ns` are what the store says. If this node owns the content there, it goes on to do so here, and deletes its key
+    one day.
     """
     restored = "state = CASE WHEN state < 3 THEN state WHEN digest IS NULL THEN 1 ELSE 2 END, change = change + 1"
     is_deleted = "id = ? AND inode = ? AND state = 3 AND remote = 0"
-    if is_own and db.run(f"UPDATE content SET {restored}, superseded_mtime_ns = ? WHERE {is_deleted}", former_ns, content, inode):
+    if is_own and db.run(f"UPDATE content SET {restored}, superseded_mtime_ns = ? WHERE {is_deleted}", superseded_mtime_ns, content, inode):
         return
     is_others = "(state = 3 OR (? AND remote = 0 AND superseded_mtime_ns IS NOT NULL))"
     if db.run(
         f"UPDATE content SET {restored}, superseded_mtime_ns = NULL, under_replicated = 0, {_SET_REMOTE} WHERE id = ? AND {is_others}",
-        content, former_ns is None and not is_own,
+        content, superseded_mtime_ns is None and not is_own,
     ):  # fmt: skip
         mark_copy_changed(db, content)
 

@@ -265,7 +265,7 @@ def import_entry(db: Database, pending: PendingChanges, observed: PfsEntryStat) 
         if inodes.is_history(db, directory) and journal.can_recreate(db, inode):
             journal.insert_rows_for_tree(db, inode)  # A set never changes: the PFS gets its bytes again.
             return ScanVerdict.LEAVE, inode
-        verdict = ScanVerdict.CONTENT if inodes.is_history(db, directory) else ScanVerdict.REPLACED  # The history keeps the former bytes.
+        verdict = ScanVerdict.CONTENT if inodes.is_history(db, directory) else ScanVerdict.REPLACED  # The history keeps the previous bytes.
     if verdict is ScanVerdict.REPLACED:
         return _import_replacement(db, directory, observed, known, inode)
     if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND} and not can_take_external_change(db, inode):

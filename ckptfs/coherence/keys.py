@@ -312,10 +312,10 @@ def _get_content_value(db: Database, number: int, _: bytes) -> Value | None:
     if row is None:
         return _get_inherited_value(db, number)
     digest = None if row[4] is None else bytes(row[4]).hex()
-    former = {} if row[6] is None else {"former_ns": row[6]}
+    superseded = {} if row[6] is None else {"former_ns": row[6]}
     return {
         "node": row[7] or 0, "inode": row[0], "generation": row[1], "state": row[2], "size": row[3], "digest": digest,
-        "closed_ns": row[5], **former,
+        "closed_ns": row[5], **superseded,
     }  # fmt: skip
 
 
@@ -329,8 +329,8 @@ def _get_inherited_value(db: Database, number: int) -> Value | None:
     value = None if row is None else decode_value(row[2])
     if row is None or value is None or not (row[1] or (row[1] is None and row[0] != value["inode"])):
         return None
-    former = {} if row[1] is None else {"former_ns": row[1]}
-    return {**{name: held for name, held in value.items() if name != "former_ns"}, "inode": row[0], **former}
+    superseded = {} if row[1] is None else {"former_ns": row[1]}
+    return {**{name: held for name, held in value.items() if name != "former_ns"}, "inode": row[0], **superseded}
 
 
 def _write_name(db: Database, number: int, name: bytes, value: Value | None) -> None:
@@ -392,7 +392,7 @@ def _write_content(db: Database, number: int, _: bytes, value: Value | None) -> 
     digest = None if value["digest"] is None else bytes.fromhex(value["digest"])
     is_open = value["state"] == ContentState.OPEN
     is_own = value["node"] == identity.get_node_number(db)
-    remote_contents.mark_restored(db, number, value["inode"], is_own=is_own, former_ns=value.get("former_ns"))
+    remote_contents.mark_restored(db, number, value["inode"], is_own=is_own, superseded_mtime_ns=value.get("former_ns"))
     state = RemoteState(number, value["inode"], value["generation"], value["size"], digest, is_open=is_open)
     remote_contents.record_remote(db, state, is_from_store=True)
 

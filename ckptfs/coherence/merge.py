@@ -60,11 +60,11 @@ def _is_theirs_later(base: Value, ours: Value, theirs: Value, *, have_both_writt
 
 
 def is_salvaged(theirs: Value, *ours: Value) -> bool:
-    """Return whether the others took one of these states for lost, and show a previous one."""
+    """Return whether the others took one of these states for lost, and showed a previous one instead."""
     return any(record["content"] in [value.get("content") for value in ours] for record in list_missed(theirs))
 
 
-def is_showing_former(theirs: Value, *ours: Value) -> bool:
+def is_still_salvaged(theirs: Value, *ours: Value) -> bool:
     """Return True if the others took one of these states for lost, and have not written the file since."""
     return is_showing_previous(theirs) and is_salvaged(theirs, *ours)
 

@@ -7,7 +7,7 @@ Its applications saw success, so nothing that they wrote is lost. `ownership` bo
 - A file that is open for writing keeps its inode. What others closed of it is in its salvage record from the next close on, until its
   writer puts it beside the file (see `flow.reconcile`).
 - What others removed, and this node wrote or made something in, is new again, with the directories above it.
-- What this node removed, and others wrote or replaced, stays. A former state that they show of it is no write. A directory that others
+- What this node removed, and others wrote or replaced, stays. A previous state that they show of it is no write. A directory that others
   moved, replaced or filled is theirs.
 
 Crash safety: everything is one change of the catalog.
@@ -62,7 +62,7 @@ def record_missed(db: Database, store_values: Mapping[SharedKey, CachedValue]) -
             base, ours, theirs = key_state.get_cached(db, key).fields, get_value(db, key), now.fields
             if base and theirs is None:
                 key_state.mark_dirty(db, key)
-            if base and ours and theirs and merge.is_closed_since(base, theirs) and not merge.is_showing_former(theirs, base, ours):
+            if base and ours and theirs and merge.is_closed_since(base, theirs) and not merge.is_still_salvaged(theirs, base, ours):
                 db.run("UPDATE inode SET salvaged = ? WHERE id = ?", salvage_records.build_overwritten(theirs), key.number)
 
 
@@ -111,10 +111,10 @@ class ReintegrationResolver(ConflictResolver):
     def _is_losing_last_name(self, key: SharedKey, theirs: Value | None) -> bool:
         """Return True if others wrote a file to which no name would lead after the removals of this node.
 
-        Names in sets do not count. That others show a former state of the file is no write.
+        Names in sets do not count. That others show a previous state of the file is no write.
         """
         known, ours = key_state.get_cached(self._db, key).fields or {}, get_value(self._db, key)
-        if theirs is None or merge.is_showing_former(theirs, known):
+        if theirs is None or merge.is_still_salvaged(theirs, known):
             return False
         is_written = any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
         return is_written and (ours is None or ("names" in ours and self._is_unnamed(key.number, theirs)))
@@ -387,7 +387,7 @@ class ReintegrationResolver(ConflictResolver):
         Returns False if one side did not write it, if others only took this node's for lost, or if the bytes are not on this node.
         """
         content = ours.get("content")
-        if not all(merge.list_written(base, ours, theirs)) or merge.is_showing_former(theirs, base, ours):
+        if not all(merge.list_written(base, ours, theirs)) or merge.is_still_salvaged(theirs, base, ours):
             return False
         if content in (None, theirs.get("content")) or not journal.has_local_copy(self._db, content):
             return False

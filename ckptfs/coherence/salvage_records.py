@@ -47,8 +47,8 @@ def list_salvaged(db: Database) -> list[tuple[int, str]]:
     return [(row[0], row[1]) for row in db.rows("SELECT id, salvaged FROM inode WHERE salvaged IS NOT NULL AND nlink > 0")]
 
 
-def is_former_shown(db: Database, inode: int) -> bool:
-    """Return True if a file shows a former state, because the newest one is lost."""
+def is_previous_shown(db: Database, inode: int) -> bool:
+    """Return True if a file shows a previous state, because the newest one is lost."""
     row = db.row("SELECT generation, content, salvaged FROM inode WHERE id = ? AND salvaged IS NOT NULL", inode)
     return row is not None and merge.is_showing_previous(dict(zip(("generation", "content", "missed"), row, strict=True)))
 

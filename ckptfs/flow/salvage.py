@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 disk.declare_labels("salvage:shown", "salvage:pfs")
 
 BATCH_CONTENTS = locations.LOAD_CONTENTS_MAX // 2
-FORMER_TROUBLE = "former"
+PREVIOUS_SHOWN_TROUBLE = "former"
 TROUBLES_CHECK_S = 30.0
 
 
@@ -329,8 +329,8 @@ class Salvage:
         return is_waiting
 
     def _end_troubles(self) -> bool:
-        """End the troubles of files that show no former state any more. Return True if any is left."""
-        found = [int(where.rpartition(":")[2], 16) for where, _, _ in summary.list_troubles(self._db, f"{FORMER_TROUBLE}:")]
+        """End the troubles of files that show no previous state any more. Return True if any is left."""
+        found = [int(where.rpartition(":")[2], 16) for where, _, _ in summary.list_troubles(self._db, f"{PREVIOUS_SHOWN_TROUBLE}:")]
         files: dict[int, SharedFile] = {}
         for first in range(0, len(found), BATCH_CONTENTS):
             files |= locations.load_files(self._cluster.store, found[first : first + BATCH_CONTENTS])
@@ -382,4 +382,4 @@ def _commit_if_unchanged(store: Store, compared: Sequence[Item], puts: Sequence[
 
 
 def _get_trouble_name(inode: int) -> str:
-    return f"{FORMER_TROUBLE}:{inode:016x}"
+    return f"{PREVIOUS_SHOWN_TROUBLE}:{inode:016x}"

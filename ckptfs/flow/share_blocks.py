@@ -5,8 +5,8 @@ Leaves: the same files. Equal blocks lie in one place on the device, if its file
 If we die here: nothing is lost, and the next mover begins again. It recognises what is shared already by its place, without reading it.
 
 The kernel compares the bytes under its locks and shares only what is equal, so neither a wrong digest nor a writer does harm. What differs
-despite equal digests is wrong in one of the two copies: that copy is quarantined (P4). The pages of the older file are dropped before, so
-it is the device that is compared: the good blocks of a new content never give way to ones that have gone bad.
+despite equal digests is wrong in one of the two copies: that copy is quarantined (P4). The pages of the file that came first are dropped
+before, so it is the device that is compared: the good blocks of a new content never give way to ones that have gone bad.
 
 btrfs frees an extent only when no file has any part of it, and a file that was written at once is one extent. So there the blocks of a file
 that are not shared move out: they are written to a file without a name, and shared with that one. The kernel compares again.

@@ -32,7 +32,7 @@ from ckptfs.tiers.storage import Tiers, TierStorage
 log = logging.getLogger(__name__)
 _NO_LINKS_ERRNOS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS}
 
-transfer.declare_labels("duplicate", "duplicate:check", "fetch:peer:older", "move:copy", "move:check")
+transfer.declare_labels("duplicate", "duplicate:check", "fetch:peer:previous", "move:copy", "move:check")
 disk.declare_labels("move:create", "move:fsync", "move:directory", "move:recorded", "move:persist", "move:remove")
 disk.declare_labels("duplicate:announced", "duplicate:fsync", "duplicate:directory", "duplicate:counted", "duplicate:persist")
 
@@ -194,7 +194,7 @@ def remove_moved(db: Database, source: TierStorage, content: int) -> None:
             disk.act("move:persist", db.persist)
         fd = disk.act("move:remove", source.detach, content)
     except OSError as failure:
-        log.info("content %d: its former file in %s stays for the next sweep: %s", content, source.tier, failure)
+        log.info("content %d: its previous file in %s stays for the next sweep: %s", content, source.tier, failure)
         return
     if fd >= 0:
         os.close(fd)
@@ -251,9 +251,9 @@ def _link_or_copy(storage: TierStorage, content: int, reserved: int, *, is_open:
         storage.remove(reserved)
         storage.link(content, reserved)
         with disk.closing(storage.open(reserved)) as fd:
-            return transfer.read(fd, label="fetch:peer:older")
+            return transfer.read(fd, label="fetch:peer:previous")
     with disk.closing(storage.open(content)) as source, disk.closing(storage.create(reserved)) as target:
-        found = transfer.copy(source, target, label="fetch:peer:older")
+        found = transfer.copy(source, target, label="fetch:peer:previous")
         if storage.tier is not Tier.RAM:
             os.fsync(target)
         return found

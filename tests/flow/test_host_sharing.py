@@ -76,6 +76,6 @@ def test_a_fetch_clones_what_the_former_state_has(two: LocalCluster) -> None:
     labels: list[str] = []
     with intercepted(labels.append):
         bring(other, one.inode(content))
-    assert labels.count("share:range") == 3 and "fetch:peer:older:write" not in labels
+    assert labels.count("share:range") == 3 and "fetch:peer:previous:write" not in labels
     assert other.data(content, Tier.NVME) == one.data(content)
     assert other.copies(content) == {Tier.NVME: CopyState.GOOD}

@@ -183,7 +183,7 @@ def test_an_open_file_falls_back_to_its_former_generation(node: Node, caplog: py
     assert node.shown(inode) == old and node.state(old) is ContentState.SEALED
     assert node.state(new) is ContentState.DOOMED
     assert node.db.value("SELECT size FROM inode WHERE id = ?", inode) == 3
-    assert "run.cpt: still open when its tier was lost; showing its former generation" in caplog.text
+    assert "run.cpt: still open when its tier was lost; showing its previous generation" in caplog.text
 
 
 def test_an_open_file_falls_back_to_what_the_pfs_shows(node: Node, caplog: pytest.LogCaptureFixture) -> None:

@@ -109,7 +109,7 @@ class PeerFetcher:
         if shared is None or shared.writer is None:
             raise Busy("the node that wrote the file is not known, and it was not sealed")
         writer = None if shared.is_lost else self._cluster.view().by_number.get(shared.writer)
-        # While the writer lives, the file is what was closed there, and nothing older. A file that is open may be half overwritten.
+        # While the writer lives, the file is what was closed there, and no previous state. A file that is open may be half overwritten.
         remote_state = shared.state
         is_open = remote_state is not None and remote_state.is_open
         generation_min = 0 if writer is None or remote_state is None else remote_state.generation - is_open
@@ -189,7 +189,7 @@ class PeerFetcher:
         content, storage = state.content, self._tiers[tier]
         assert content is not None
         manifest, sources = self._load_manifest(content, sources, can_wait=progress.can_wait(content.size))
-        stale_fd = self._open_former(state, storage)
+        stale_fd = self._open_previous(state, storage)
         try:
             stash_id = self._insert_copy(content, storage, stalled)
             try:
@@ -214,7 +214,7 @@ class PeerFetcher:
             self._db.persist()
 
     def _insert_copy(self, content: Content, storage: TierStorage, stalled: FetchProgress | None) -> int | None:
-        """Insert the FILLING row and unlink the older file. Return the id under which a stale one is stashed.
+        """Insert the FILLING row and unlink the file before. Return the id under which a stale one is stashed.
 
         The PFS may hang: there the file goes after the transaction, and peers send nothing that it could be mistaken for.
         """
@@ -231,16 +231,16 @@ class PeerFetcher:
             os.close(old_fd)
         return stash_id
 
-    def _open_former(self, state: FetchState, storage: TierStorage) -> int:
+    def _open_previous(self, state: FetchState, storage: TierStorage) -> int:
         """Return a descriptor of a copy that does not count, and whose good blocks can be reused; or -1."""
         is_here = any(copy.tier is storage.tier and copy.state is not CopyState.GOOD for copy in state.copies)
         assert state.content is not None
         found = [(state.content.id, storage.tier)] if is_here else []
-        found += [(former, tier) for former, tier, _ in remote_contents.list_blocks_of_file(self._db, state.inode, 1)]
-        for former, tier in found:
+        found += [(content, tier) for content, tier, _ in remote_contents.list_blocks_of_file(self._db, state.inode, 1)]
+        for content, tier in found:
             with suppress(FileNotFoundError):
                 if tier in self._tiers:
-                    return self._tiers[tier].open(former)
+                    return self._tiers[tier].open(content)
         return -1
 
     def _load_manifest(self, content: Content, sources: Sequence[Node], *, can_wait: bool) -> tuple[ContentManifest, Sequence[Node]]:
@@ -318,19 +318,19 @@ class PeerFetcher:
         return [] if state is None or state.content is None or state.content.digest != manifest.digest else self.list_sources(state)
 
 
-def _list_missing(manifest: ContentManifest, former: int, target: int) -> list[int]:
-    """Return the blocks to fetch: no holes, and none that the file `former` (-1: none) gives."""
+def _list_missing(manifest: ContentManifest, previous: int, target: int) -> list[int]:
+    """Return the blocks to fetch: no holes, and none that the file `previous` (-1: none) gives."""
     digests = digest.split_digests(manifest.blocks)
     missing = [number for number, wanted in enumerate(digests) if wanted != digest.ZERO_BLOCK]
-    if former < 0:
+    if previous < 0:
         return missing
-    known = digest.split_digests(transfer.read(former, label="fetch:peer:older")[2])
+    known = digest.split_digests(transfer.read(previous, label="fetch:peer:previous")[2])
     same = {number for number in missing if known[number : number + 1] == [digests[number]]}
-    buffer = transfer.BlockBuffer("fetch:peer:older")
+    buffer = transfer.BlockBuffer("fetch:peer:previous")
     return [
         number
         for number in missing
-        if number not in same or not buffer.copy(former, number, target, number, manifest.size, digests[number])
+        if number not in same or not buffer.copy(previous, number, target, number, manifest.size, digests[number])
     ]
 
 

@@ -142,17 +142,17 @@ class Host:
         return storage, opened.fd
 
     def _copy_local_blocks(self, incoming: IncomingCopy) -> None:
-        """Copy blocks of former contents and generations of the file, or of the content that came last."""
+        """Copy blocks of previous contents and generations of the file, or of the content that came last."""
         if incoming.is_unsearched and incoming.offer.size >= SEARCH_BYTES_MIN:
-            former = set()
+            previous = set()
             for content, tier, blocks in remote_contents.list_blocks_of_file(self._db, incoming.offer.inode, limits.BLOCK_SOURCES_MAX):
                 if tier in self._tiers:
-                    former.add(content)
+                    previous.add(content)
                     incoming.add_source(self._tiers[tier], content, blocks)
             blocks_left = limits.BLOCK_SOURCES_BLOCKS_MAX
             for content, tier, blocks in remote_contents.list_recent_blocks(self._db, SEARCH_BYTES_MIN, limits.BLOCK_SOURCES_MAX):
                 blocks_left -= len(blocks) // digest.BLOCK_DIGEST_BYTES
-                if content not in former and tier in self._tiers and blocks_left >= 0:
+                if content not in previous and tier in self._tiers and blocks_left >= 0:
                     incoming.add_source(self._tiers[tier], content, blocks)
         incoming.is_unsearched = False
         incoming.copy_local_blocks()

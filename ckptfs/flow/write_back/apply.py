@@ -201,7 +201,7 @@ class Applier:
             return
         if target is not None and self._is_copied(action, source, target):
             self._copied_inodes[source.st_ino] = target.st_ino
-            self._take_name(action, source)  # The former mover died after the copy.
+            self._take_name(action, source)  # The previous mover died after the copy.
             return
         is_replaced = action.replaced_fingerprint is not None and self._matches(target, action.replaced_fingerprint)
         if target is not None and target.st_ino in self._batch_inodes and not is_replaced:

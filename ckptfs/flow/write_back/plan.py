@@ -198,7 +198,7 @@ class Planner:
     def _plan_file(self, kind: SourceKind, inode: int, content: Content | None, mode: int, name: PfsName) -> None:
         action = self._append("put", inode, name, None)
         # If the name is known as another inode's, that one is ours, and this batch removes it first.
-        can_merge = stat.S_ISDIR(mode) and self.view.get_former(*name)[0] in (None, inode)
+        can_merge = stat.S_ISDIR(mode) and self.view.get_recorded(*name)[0] in (None, inode)
         self.plan.puts[action.key] = PlannedFile(action, kind, content, mode, can_merge)
         self._rewritten.add(inode)
         if stat.S_ISDIR(mode):
@@ -284,7 +284,7 @@ class Planner:
         elif self._facts.has_refused_names(shown) or self._is_guarded(name) or self.view.has_entries(shown):
             self._set_wanted(name, NO_INODE, row)
         elif not self._move_to_refuge(row, name):
-            self._plan_removal(name, "remove" if stat.S_ISDIR(self.view.get_former(*name)[1]) and act == "unlink" else act)
+            self._plan_removal(name, "remove" if stat.S_ISDIR(self.view.get_recorded(*name)[1]) and act == "unlink" else act)
 
     def _rename(self, row: JournalRow) -> bool:
         name, new = row.names

@@ -207,13 +207,13 @@ class Stager:
         return True
 
     def remove_leftovers(self, planned: Iterable[PfsAction]) -> list[PfsAction]:
-        """Remove temporary files of former batches, but for `planned` ones. Return those that have to stay."""
+        """Remove temporary files of earlier batches, but for `planned` ones. Return those that have to stay."""
         found = pfs_batch.find_batch(self._db)
         if found is None:
             return []
         again = {(action.location, action.temporary) for action in planned}
-        former = [*found[1].actions, *found[1].abandoned]
-        stuck = self.remove(action for action in former if (action.location, action.temporary) not in again)
+        leftovers = [*found[1].actions, *found[1].abandoned]
+        stuck = self.remove(action for action in leftovers if (action.location, action.temporary) not in again)
         if not again:
             pfs_batch.set_leftovers(self._db, stuck)
         return stuck

@@ -264,9 +264,9 @@ class FileHandlers:
             level = logging.DEBUG if failure.errno in health.FULL_ERRNOS else logging.INFO
             log.log(level, "content %d: cannot move from %s to %s: %s", content, source.tier, target.tier, failure)
             return False
-        former = file.swap_fd(fd)
+        previous_fd = file.swap_fd(fd)
         file.storage, file.is_writable, file.is_name_persisted = target, True, True
-        await trio.to_thread.run_sync(_leave, former, db, source, content)
+        await trio.to_thread.run_sync(_leave, previous_fd, db, source, content)
         self._context.wake_channel.notify(ipc.WORK)
         return True
 
@@ -358,7 +358,7 @@ class FileHandlers:
         degrades = config.clique_lost is CliqueLost.LOCAL
         if not degrades or (peer_copies.count_domains(db).are_enough and not shared_namespace.is_disconnected):
             try:
-                # The argument makes the request unique: the reply to an older one may be about older bytes.
+                # The argument makes the request unique: the reply to an earlier one may be about previous bytes.
                 argument, wait_s = f"{time.time_ns()}", config.clique_wait_s
                 await self._context.mover_client.request(mover_requests.REPLICATE_NOW, inode, argument, timeout_s=wait_s)
                 return

@@ -2,8 +2,8 @@
 
 It shows the directory `.ckptfs.history` of the catalog, under inode numbers of its own (`history_names`). Sets that are being made or
 removed have hidden names. A file of the history shares content and copies with the file of the application, but not its open file, and not
-its backing file while a program could write that (`OpenAttempt`). A file that shows a former state cannot be opened here. The kernel caches
-no names and no attributes of the tree. Every change fails with EROFS, but for the attributes of `user_settings`.
+its backing file while a program could write that (`OpenAttempt`). A file that shows a previous state cannot be opened here. The kernel
+caches no names and no attributes of the tree. Every change fails with EROFS, but for the attributes of `user_settings`.
 
 Crash safety: a number leads to the same entry in the next process. The row of a handle names the inode, so a set that was deleted stays
 readable for programs that have it open.
@@ -159,7 +159,7 @@ class HistoryTree(ReadOnlyTree):
             raise posix_error(errno.EROFS)
         await self._refresh(inode)
         number = self._get(inode).id
-        if salvage_records.is_former_shown(self._context.db, number):
+        if salvage_records.is_previous_shown(self._context.db, number):
             raise posix_error(errno.EIO)  # The set had other bytes.
         opened = await self._files.open(number, flags, ctx, shown=inode)
         opened.keep_cache = False

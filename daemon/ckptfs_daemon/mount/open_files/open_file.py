@@ -187,9 +187,9 @@ class OpenFile:
             await run_in_thread(self.tier, functools.partial(os.close, fd))
 
     def swap_fd(self, fd: int) -> int:
-        """Take another descriptor. Returns the former one, to be closed in a thread after `wait_idle`."""
-        former, self.fd = self.fd, fd
-        return former
+        """Take another descriptor. Returns the previous one, to be closed in a thread after `wait_idle`."""
+        previous_fd, self.fd = self.fd, fd
+        return previous_fd
 
     def replace_fd(self, fd: int) -> None:
         """Replace the descriptor under the same number, because a thread may be reading by that number.
@@ -384,10 +384,10 @@ class FetchWaiter:
         `fd` may not have the blocks of those reads yet.
         """
         await file.wait_idle()
-        former = file.swap_fd(fd)
+        previous_fd = file.swap_fd(fd)
         file.storage = storage
-        if former >= 0:
-            os.close(former)  # It was in RAM or NVMe.
+        if previous_fd >= 0:
+            os.close(previous_fd)  # It was in RAM or NVMe.
 
     def _request_fetch(self, inode: int) -> None:
         """Request a fetch into a tier of this node. Raises OSError if the mover has answered that it cannot."""

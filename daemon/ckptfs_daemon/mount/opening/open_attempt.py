@@ -349,7 +349,7 @@ class OpenAttempt:
         handles.set_content(self._db, file.inode, held.content)
 
     def _swap_fd(self, file: OpenFile, fd: int) -> None:
-        """Use another descriptor from now on. The former one, perhaps on the PFS, is closed when unused."""
+        """Use another descriptor from now on. The previous one, perhaps on the PFS, is closed when unused."""
         tier = file.tier
         self._files.slow_calls.close(file.swap_fd(fd), tier, after=file.wait_idle)
 

@@ -162,7 +162,7 @@ class MountMemberReader:
         await self._context.shared_namespace.refresh_copies(number)
         inode, record = self._context.get_inode(number), summary.load_file_record(self._context.db, number)
         reason = find_incomplete_reason(record, inode.size)
-        if is_part and salvage_records.is_former_shown(self._context.db, number):
+        if is_part and salvage_records.is_previous_shown(self._context.db, number):
             reason = "shows its former content, which may be of another save: the newer one is lost"
         return MemberFile(inode.size, lifecycle.level(record), reason, inode.mtime_ns, inode.ctime_ns)
 
