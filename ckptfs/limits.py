@@ -86,12 +86,11 @@ CHANGE_ROWS_MAX = 512
 # An id is the number of its node, followed by a counter of that node; together 63 bits.
 ID_COUNTER_BITS = 40
 NODE_NUMBER_BITS = 23
-# No node has a number of the upper half: `.ckptfs` shows all that is in it under such inode numbers. The last one marks entries that are in
-# no catalog, the one before it names in the history; directories of the history have HISTORY_BIT beside their own number.
+# No node has a number of the upper half: all inode numbers below `.ckptfs` have SHOWN_BIT, see `history_names`.
 NODE_NUMBER_MAX = (1 << NODE_NUMBER_BITS - 1) - 3
 VIRTUAL_NODE = (1 << NODE_NUMBER_BITS) - 1
 HISTORY_NAMES_NODE = VIRTUAL_NODE - 1
-HISTORY_BIT = 1 << ID_COUNTER_BITS + NODE_NUMBER_BITS - 1
+SHOWN_BIT = 1 << ID_COUNTER_BITS + NODE_NUMBER_BITS - 1
 VIRTUAL_NAMES_MAX = 4096
 
 # --- mover: requests and lanes ---------------------------------------------------------------------------------------

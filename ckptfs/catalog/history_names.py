@@ -1,8 +1,15 @@
 """The history as readers see it: inode numbers in `.ckptfs/history`, names and figures of sets.
 
-A file is shown twice: under its own number, where the application may write it, and under a number of the history, where no program may.
-If the application writes it, the names in the history lead to another inode from then on, with the old bytes (`history`). So in the
-history a file has the number of its *name*: the cookie of the entry, which never leads to other bytes. Two names are two files.
+Inode numbers are of four kinds. The upper bits are the number of a node, the rest counts:
+- In the catalog, and outside `.ckptfs`: the id of the inode. In a cluster, that of a directory of the history has
+  `identity.HISTORY_DIRECTORY_BIT`, which says in every list of names that a name is in the history.
+- In `.ckptfs/history`, a directory: its id with `limits.SHOWN_BIT`.
+- In `.ckptfs/history`, anything else: `limits.HISTORY_NAMES_NODE` and the cookie of its *name*.
+- In `.ckptfs`, what is in no catalog, such as `latest`: `limits.VIRTUAL_NODE` and a hash of what it is (`VirtualInodes`).
+
+A file has the number of its name because it is shown twice: where the application may write it, and in the history, where no program may.
+If the application writes it, the names in the history lead to another inode from then on, with the old bytes (`history`). A name there
+never leads to other bytes. Two names are two files.
 
 The module has no state: the next process finds the same numbers, and a number whose name is gone leads to nothing.
 """
@@ -38,17 +45,17 @@ class SetName(NamedTuple):
 
 def is_shown(number: int) -> bool:
     """Return True if this is the number of something in the history."""
-    return limits.HISTORY_BIT <= number < _FIRST_VIRTUAL
+    return limits.SHOWN_BIT <= number < _FIRST_VIRTUAL
 
 
 def get_shown_number(inode: Inode, cookie: int) -> int:
     """Return the number under which an entry of the history is shown."""
-    return inode.id | limits.HISTORY_BIT if inode.is_directory else _FIRST_NAME | cookie
+    return inode.id | limits.SHOWN_BIT if inode.is_directory else _FIRST_NAME | cookie
 
 
 def get_directory_number(number: int) -> int:
     """Return the directory that is shown under a number."""
-    return number & ~limits.HISTORY_BIT
+    return number & ~limits.SHOWN_BIT
 
 
 def find_shown(db: Database, number: int) -> Inode | None:

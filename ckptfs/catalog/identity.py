@@ -43,8 +43,8 @@ def set_node_number(db: Database, new_number: int) -> None:
             db.run("INSERT INTO meta (key, value) VALUES (?, ?)", f"last {table}", new_number << limits.ID_COUNTER_BITS)
 
 
-HISTORY_BIT = 1 << (limits.ID_COUNTER_BITS - 1)
-"""Set in the ids of directories of the history in a cluster: every node knows them in the names of a file, also unread ones."""
+HISTORY_DIRECTORY_BIT = 1 << (limits.ID_COUNTER_BITS - 1)
+"""In the ids of directories of the history in a cluster: every node counts the names of a file in them, also unread ones."""
 
 
 def allocate_id(db: Database, table: str, *, in_history: bool = False) -> int | None:
@@ -52,7 +52,7 @@ def allocate_id(db: Database, table: str, *, in_history: bool = False) -> int | 
     if not db.is_clustered:
         return None
     given: int = db.value("UPDATE meta SET value = value + 1 WHERE key = ? RETURNING value", f"last {table}")
-    return given | HISTORY_BIT if in_history else given
+    return given | HISTORY_DIRECTORY_BIT if in_history else given
 
 
 def bump_last_ids(db: Database, last_ids: Mapping[str, int]) -> None:
@@ -68,7 +68,7 @@ def get_last_id(db: Database, table: str) -> int:
 
 def is_history_directory(inode: int) -> bool:
     """Return True if this is the id of a directory of the history in a cluster."""
-    return bool(inode & HISTORY_BIT)
+    return bool(inode & HISTORY_DIRECTORY_BIT)
 
 
 def get_origin_node(identity: int) -> int:

@@ -198,8 +198,9 @@ def ensure_registered(config: Config, db: Database) -> None:
 def find_last_ids(store: Store, db: Database) -> dict[str, int]:
     """Return the last id of this node by table, of those that the store and the catalog know."""
     inode, content = (identity.get_last_id(db, table) for table in identity.COUNTED_TABLES)
-    end = (identity.get_node_number(db) << limits.ID_COUNTER_BITS) + identity.HISTORY_BIT
-    in_history = _find_last_id(store, INODE, inode + identity.HISTORY_BIT, end + identity.HISTORY_BIT) - identity.HISTORY_BIT
+    bit = identity.HISTORY_DIRECTORY_BIT
+    end = (identity.get_node_number(db) << limits.ID_COUNTER_BITS) + bit
+    in_history = _find_last_id(store, INODE, inode + bit, end + bit) - bit
     return {"inode": max(in_history, _find_last_id(store, INODE, inode, end)), "content": _find_last_id(store, CONTENT, content, end)}
 
 

@@ -427,7 +427,7 @@ async def test_who_reads_directories_one_after_the_other_comes_to_an_end(a: Node
     await a.build("step_1/", "step_1/part/")
     one, two = (await a.stat("step_1")).id, (await a.stat("step_1/part")).id
     file = (await a.make("step_1/f")).id
-    store, bit = MemoryStore(a.store.etcd), identity.HISTORY_BIT if walk == "sets" else 0
+    store, bit = MemoryStore(a.store.etcd), identity.HISTORY_DIRECTORY_BIT if walk == "sets" else 0
     values = [keys.decode_value(store.read([Get(keys.encode_key(SharedKey(INODE, number)))]).results[0][0].value) for number in (one, two)]
     for number, value, parent, name in zip((one, two), values, (two, one), (b"loop", b"part"), strict=True):
         put(a, SharedKey(INODE, number | bit), keys.encode_fields({**(value or {}), "parent": parent | bit}))

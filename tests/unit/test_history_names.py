@@ -37,7 +37,7 @@ def test_every_number_leads_back_and_none_is_taken(db: Database) -> None:
     series, files = make_sets(db)
     first, last = 1, limits.NODE_NUMBER_MAX << limits.ID_COUNTER_BITS | (1 << limits.ID_COUNTER_BITS) - 1
     assert not any(map(history_names.is_shown, (first, last, FIRST_INODE, (1 << 63) - 1)))
-    assert not is_virtual(last | limits.HISTORY_BIT) and history_names.is_shown(last | limits.HISTORY_BIT)
+    assert not is_virtual(last | limits.SHOWN_BIT) and history_names.is_shown(last | limits.SHOWN_BIT)
     shown: dict[int, int] = {}
     todo = [series]
     while todo:

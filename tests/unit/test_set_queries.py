@@ -117,11 +117,11 @@ def test_a_number_of_the_history_is_understood(served: Served) -> None:
     made = add_set(served, add_series(served, b"run1", b"step_*"), 1, b"step_10", file)
     shown = history_names.find_number(db, made, b"a.pt")
     assert shown is not None and shown != file
-    known, directory = served.client.list_records([shown, made | limits.HISTORY_BIT], trees=True)
+    known, directory = served.client.list_records([shown, made | limits.SHOWN_BIT], trees=True)
     assert (known.inode, known.level, known.mode) == (file, "local", 0o100644)
     assert (directory.inode, directory.kind, directory.size) == (made, "directory", 100)
     assert next(served.client.wait(shown, "local", 5.0)).done
-    assert list(served.client.verify(made | limits.HISTORY_BIT))[-1].files == 1
+    assert list(served.client.verify(made | limits.SHOWN_BIT))[-1].files == 1
 
 
 def test_more_sets_than_one_message_holds(served: Served) -> None:

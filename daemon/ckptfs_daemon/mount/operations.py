@@ -78,7 +78,7 @@ class Operations(pyfuse3.Operations):
 
     def _choose(self, handlers: T, *inodes: int) -> T | LatestTree | HistoryTree:
         """Return `handlers`, or the tree below `.ckptfs` to which one of `inodes` belongs."""
-        if max(inodes) < limits.HISTORY_BIT:
+        if max(inodes) < limits.SHOWN_BIT:
             return handlers
         return self._latest if any(map(is_virtual, inodes)) else self._history
 

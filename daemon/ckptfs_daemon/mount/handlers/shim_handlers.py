@@ -151,7 +151,7 @@ class ShimHandlers:
 
     def _fast_lookup(self, req: int, parent: int, name: bytes, pid: int) -> bool:
         prefetch = self._context.prefetch
-        if parent >= limits.HISTORY_BIT or self._latest.owns_name(parent, name):
+        if parent >= limits.SHOWN_BIT or self._latest.owns_name(parent, name):
             return False
         if prefetch is not None and not prefetch.consume_fresh(pid, (parent, name)):
             return False
@@ -183,7 +183,7 @@ class ShimHandlers:
     def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int, pid: int) -> bool:
         request = get_current_request()
         is_slow = self._context.prefetch is not None or request.is_repeated
-        if is_slow or parent >= limits.HISTORY_BIT or self._context.config.is_read_only:
+        if is_slow or parent >= limits.SHOWN_BIT or self._context.config.is_read_only:
             return False
         attempt = CreateAttempt(self._context, request, parent, name, mode, (uid, gid), pid)
         opened = attempt.try_nonblocking()
