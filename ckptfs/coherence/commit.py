@@ -60,7 +60,7 @@ class StoreTransaction:
     required_empty: set[int] = field(default_factory=set)  # They must have no entries.
     deleted_later: set[SharedKey] = field(default_factory=set)  # Inodes that a later transaction deletes. Until then they keep their value.
     extra_deletes: list[Delete] = field(default_factory=list)
-    told_chosen: dict[bytes, Operation] = field(default_factory=dict)  # Keys of sets chosen for the PFS, which other nodes watch.
+    chosen_changes: dict[bytes, Operation] = field(default_factory=dict)  # Keys of sets chosen for the PFS, which other nodes watch.
     size_bytes: int = 0
     change_count: int = 0
     is_complete: bool = True
@@ -68,18 +68,18 @@ class StoreTransaction:
     def build_compares(self) -> list[Compare]:
         """Return what must hold for the transaction to pass."""
         revisions = [Compare(encode_key(key), CompareTarget.MOD, "=", revision) for key, revision in self.expected_revisions.items()]
-        there = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
+        present = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
         empty = [Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(build_names_prefix, self.required_empty)]
-        return [self.link.build_compare(), *revisions, *there, *empty]
+        return [self.link.build_compare(), *revisions, *present, *empty]
 
     def build_changes(self) -> list[Operation]:
         """Return what the transaction changes if it passes."""
-        done = [Delete(encode_key(key)) if value is None else Put(encode_key(key), value) for key, value in self.new_values.items()]
-        once = {operation.key for operation in done}
+        changes = [Delete(encode_key(key)) if value is None else Put(encode_key(key), value) for key, value in self.new_values.items()]
+        changed = {operation.key for operation in changes}
         return [
-            *done,
-            *(operation for operation in self.extra_deletes if operation.key not in once),
-            *self.told_chosen.values(),
+            *changes,
+            *(operation for operation in self.extra_deletes if operation.key not in changed),
+            *self.chosen_changes.values(),
             self.build_link_put(),
         ]
 
@@ -101,14 +101,20 @@ class StoreTransaction:
         """Return True if it exceeds the bounds of etcd. One value alone always goes."""
         if len(self.new_values) < 2:
             return False
-        changes = len(self.new_values) + len(self.extra_deletes) + len(self.told_chosen) + 1
+        changes = len(self.new_values) + len(self.extra_deletes) + len(self.chosen_changes) + 1
         compares = len(self.expected_revisions) + len(self.required_directories) + len(self.required_empty) + 1
         is_in_removed = any(key.kind == NAME and key.number in self.required_empty for key in self.new_values)
         is_large = self.size_bytes > limits.ETCD_REQUEST_BYTES_MAX - 64 * limits.KIB
         return is_in_removed or is_large or max(changes, compares) > limits.ETCD_OPERATIONS_MAX
 
-
-_FIELDS = tuple(one.name for one in fields(StoreTransaction))
+    def copy(self) -> "StoreTransaction":
+        """Return a copy that changes on its own."""
+        copied = replace(self)
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(value, dict | list | set):
+                setattr(copied, one.name, value.copy())
+        return copied
 
 
 def build_transaction(db: Database, changes_max: int = limits.ETCD_OPERATIONS_MAX) -> StoreTransaction | None:
@@ -157,20 +163,29 @@ class _TransactionBuilder:
             self._values[key] = known, value
         return self._values[key]
 
+    def _get_cached(self, key: SharedKey) -> CachedValue:
+        """Return what the store has, as last seen."""
+        return self._load_value(key)[0]
+
+    def _get_local(self, key: SharedKey) -> bytes | None:
+        """Return what the rows say."""
+        return self._load_value(key)[1]
+
+    def _is_missing(self, key: SharedKey) -> bool:
+        """Return True for a dirty key that the transaction does not have yet."""
+        return key not in self._transaction.new_values and key_state.is_dirty(self._db, key)
+
     def _get_rank(self, key: SharedKey) -> int:
         """Return the place of a key in its change: inodes before names that lead to them, deletions last."""
-        if self._load_value(key)[1] is not None or key.kind not in (NAME, INODE):
+        if self._get_local(key) is not None or key.kind not in (NAME, INODE):
             return _RANKS.get(key.kind, 3)
         return _DELETED_NAME_RANK if key.kind == NAME else _DELETED_INODE_RANK
 
     def _add_change(self, keys: list[SharedKey]) -> bool:
         """Add one change, if too large for any transaction in parts. Returns False if it does not fit."""
-        before = _copy_transaction(self._transaction)
-        new = self._keys_of_change = [
-            key
-            for key in keys
-            if (key not in self._transaction.new_values or key in self._transaction.deleted_later) and not self._goes_with_directory(key)
-        ]
+        before = self._transaction.copy()
+        added = {*self._transaction.new_values} - self._transaction.deleted_later
+        new = self._keys_of_change = [key for key in keys if key not in added and not self._goes_with_directory(key)]
         for key in new:
             self._add_key(key)
         if not self._transaction.is_full():
@@ -188,20 +203,20 @@ class _TransactionBuilder:
         if value is not None or not _is_directory(known.raw):
             return False
         directory = SharedKey(INODE, _get_child(known.raw))
-        inode, now = self._load_value(directory)
-        return bool(inode.revision) and now is None and key_state.is_dirty(self._db, directory)
+        is_removed = bool(self._get_cached(directory).revision) and self._get_local(directory) is None
+        return is_removed and key_state.is_dirty(self._db, directory)
 
     def _is_deleted_later(self, key: SharedKey, change: int) -> bool:
         """Return True for a removed directory of which a later change is: it goes with that, when empty."""
-        if key.kind != INODE or self._load_value(key)[1] is not None:
+        if key.kind != INODE or self._get_local(key) is not None:
             return False
-        is_directory = stat.S_ISDIR((self._load_value(key)[0].fields or {"mode": 0})["mode"])
+        is_directory = stat.S_ISDIR((self._get_cached(key).fields or {"mode": 0})["mode"])
         later = "SELECT 1 FROM dirty_key WHERE kind = ? AND number = ? AND change > ? LIMIT 1"
         return is_directory and self._db.value(later, INODE, key.number, change) is not None
 
     def _add_part_of_change(self, keys: list[SharedKey]) -> None:
         for key in keys:
-            kept = _copy_transaction(self._transaction)
+            kept = self._transaction.copy()
             self._add_key(key)
             if self._transaction.is_full():
                 self._transaction = kept
@@ -231,11 +246,11 @@ class _TransactionBuilder:
 
     def _defer_inode_delete(self, key: SharedKey) -> None:
         """Leave the deletion of an inode to a later transaction: another node may still name it."""
-        value = self._load_value(key)[0].raw
-        if value is not None:
-            self._transaction.new_values[key] = value
-            self._transaction.size_bytes += len(value) + 100
-            self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
+        known = self._get_cached(key)
+        if known.raw is not None:
+            self._transaction.new_values[key] = known.raw
+            self._transaction.size_bytes += len(known.raw) + 100
+            self._transaction.expected_revisions[key] = known.revision
             self._transaction.deleted_later.add(key)
 
     def _include_named_inodes(self, before: bytes | None, now: bytes | None) -> None:
@@ -243,21 +258,24 @@ class _TransactionBuilder:
         for entry in (before, now):
             key = SharedKey(INODE, _get_child(entry))
             if key.number and not _is_directory(entry):  # A stale value may not list the name that goes.
-                self._transaction.expected_revisions[key] = self._load_value(key)[0].revision
+                self._transaction.expected_revisions[key] = self._get_cached(key).revision
             if not key.number or key in self._transaction.new_values or key in self._transaction.unchanged_keys:
                 continue
-            if self._load_value(key)[1] is None and (now is None or not _is_directory(entry)):
+            if self._get_local(key) is None and (now is None or not _is_directory(entry)):
                 self._defer_inode_delete(key)
             else:
                 self._add_key(key)
-        if now is not None and _get_child(before) not in (0, _get_child(now)):
+        if now is None:
+            return
+        child = SharedKey(INODE, _get_child(now))
+        if _get_child(before) not in (0, child.number):
             for name in list_local_names(self._db, _get_child(before)):
-                if name not in self._transaction.new_values and key_state.is_dirty(self._db, name):
+                if self._is_missing(name):
                     self._add_key(name)
-        if now is not None and _is_directory(now) and (revision := self._load_value(SharedKey(INODE, _get_child(now)))[0].revision):
+        if _is_directory(now) and (revision := self._get_cached(child).revision):
             # Another node may have moved or removed it, also if nothing but its name changes.
-            self._transaction.expected_revisions.setdefault(SharedKey(INODE, _get_child(now)), revision)
-            self._add_changed_names(_get_child(now))
+            self._transaction.expected_revisions.setdefault(child, revision)
+            self._add_changed_names(child.number)
 
     def _add_changed_names(self, inode: int) -> None:
         """Add the names that an inode has in the store, and no longer on this node."""
@@ -267,8 +285,7 @@ class _TransactionBuilder:
         else:
             names = key_state.list_dirty_names(self._db)  # A directory does not know its name.
         for name in names:
-            is_new = name not in self._transaction.new_values and key_state.is_dirty(self._db, name)
-            if is_new and _get_child(key_state.get_cached(self._db, name).raw) == inode:
+            if self._is_missing(name) and _get_child(key_state.get_cached(self._db, name).raw) == inode:
                 self._add_key(name)
 
     def _set_file_names(self) -> None:
@@ -278,11 +295,11 @@ class _TransactionBuilder:
         for key, value in self._transaction.new_values.items():
             if key.kind == NAME:
                 name = key.number, key.name.decode("latin-1")
-                taken.setdefault(_get_child(self._load_value(key)[0].raw), set()).add(name)
+                taken.setdefault(_get_child(self._get_cached(key).raw), set()).add(name)
                 given.setdefault(_get_child(value), set()).add(name)
         for key, value in self._transaction.new_values.items():
             if key.kind == INODE and (now := decode_value(value)) is not None and "names" in now:
-                before = {(parent, name) for parent, name in (self._load_value(key)[0].fields or {"names": ()})["names"]}
+                before = {(parent, name) for parent, name in (self._get_cached(key).fields or {"names": ()})["names"]}
                 names = (before - taken.get(key.number, set())) | given.get(key.number, set())
                 self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
 
@@ -302,11 +319,12 @@ class _TransactionBuilder:
                 self._add_key(name)
 
     def _add_inode_conditions(self, key: SharedKey, known: CachedValue, value: bytes | None) -> None:
+        """Add what must hold for a change of an inode, and what changes with it."""
         before, now = known.fields, decode_value(value)
         kind = stat.S_IFMT((now or before or {"mode": 0})["mode"])
         if _is_chosen(before) != _is_chosen(now):
             chosen = encode_chosen_key(key.number)
-            self._transaction.told_chosen[chosen] = Put(chosen, b"1") if _is_chosen(now) else Delete(chosen)
+            self._transaction.chosen_changes[chosen] = Put(chosen, b"1") if _is_chosen(now) else Delete(chosen)
         if now is None:
             self._add_changed_names(key.number)
         if now is None and kind == stat.S_IFDIR:
@@ -319,18 +337,15 @@ class _TransactionBuilder:
         elif now is not None and before is None and kind != stat.S_IFDIR:
             self._include_one_name(key.number)
         if now is not None and now.get("content") is not None:
-            self._include_new_content(SharedKey(CONTENT, now["content"]))
-
-    def _include_new_content(self, key: SharedKey) -> None:
-        """Add the content that an inode shows, if this node has made it and the store does not have it yet."""
-        if key not in self._transaction.new_values and key_state.is_dirty(self._db, key) and not self._load_value(key)[0].revision:
-            self._add_key(key)
+            content = SharedKey(CONTENT, now["content"])
+            if self._is_missing(content) and not self._get_cached(content).revision:
+                self._add_key(content)  # This node has made it, and the store does not have it yet.
 
     def _include_one_name(self, inode: int) -> None:
         """Add one name of a new inode, which would else list names that may never be published."""
         names = list_local_names(self._db, inode)
         if not any(name in self._keys_of_change or name in self._transaction.new_values for name in names):
-            for name in [name for name in names if key_state.is_dirty(self._db, name)][:1]:
+            for name in [name for name in names if self._is_missing(name)][:1]:
                 self._add_key(name)
 
     def _delete_content(self, inode: int, content: int) -> None:
@@ -341,7 +356,7 @@ class _TransactionBuilder:
         copies = encode_key(SharedKey(COPY, content))
         self._transaction.extra_deletes.append(Delete(copies, prefix_end(copies)))
         key = SharedKey(CONTENT, content)
-        self._values[key] = self._load_value(key)[0], None
+        self._values[key] = self._get_cached(key), None
         if key in self._transaction.new_values:
             self._transaction.new_values[key] = None
         else:
@@ -366,7 +381,7 @@ class _TransactionBuilder:
             return
         waiting: dict[SharedKey, list[SharedKey]] = {}
         for key in [key for key, value in self._transaction.new_values.items() if key.kind == NAME and value is None]:
-            others = list_local_names(self._db, _get_child(self._load_value(key)[0].raw))
+            others = list_local_names(self._db, _get_child(self._get_cached(key).raw))
             if others and not any(other in self._transaction.new_values or not key_state.is_dirty(self._db, other) for other in others):
                 waiting[key] = others
         rest = {*self._transaction.new_values, *self._transaction.unchanged_keys} - {*waiting} - self._transaction.deleted_later
@@ -391,12 +406,3 @@ def _is_chosen(inode: Value | None) -> bool:
 def _is_directory(entry: bytes | None) -> bool:
     """Return whether a name leads to a directory, without decoding the value: each name is asked."""
     return entry is not None and _DIRECTORY_TYPE_JSON in entry
-
-
-def _copy_transaction(transaction: StoreTransaction) -> StoreTransaction:
-    copied = replace(transaction)
-    for name in _FIELDS:
-        held = getattr(transaction, name)
-        if isinstance(held, dict | list | set):
-            setattr(copied, name, held.copy())
-    return copied
