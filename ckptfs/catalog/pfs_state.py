@@ -208,8 +208,8 @@ class PfsView:
         stale = [name for name in names if self.is_stale(*name)]
         return [name for name in names if name not in stale], stale
 
-    def is_stranded(self, inode: int) -> bool:
-        """Return True if the PFS shows an inode under stale names only, and is to show it under others."""
+    def has_only_stale_names(self, inode: int) -> bool:
+        """Return True if the PFS shows an inode under stale names only, and others are pending."""
         return bool(self.list_pending_names(inode)) and not self.list_shown_names(inode)
 
     def is_directory_pending(self, parent: int, name: bytes) -> bool:

@@ -171,7 +171,7 @@ class Applier:
         self._rename("write_back:put", action.target, action.temporary, action.target)
 
     def is_history_link(self, action: PfsAction, failure: OSError) -> bool:
-        """Return True if the PFS cannot link into the history; see `Planner._find_refuge`."""
+        """Return True if the PFS cannot link into the history; see `Planner._find_history_name`."""
         return action.key in self._history_links and failure.errno in _NO_LINKS
 
     def _copy(self, action: PfsAction) -> None:

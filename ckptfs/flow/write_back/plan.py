@@ -8,15 +8,18 @@ A file that the PFS does not show yet has its names in `pfs_pending` only; chang
 renamed and deleted before its first content is sealed leaves no trace. A file that a pending file replaces stays until the new bytes
 are there.
 
-What the PFS refuses to do with the names of an inode becomes pending in the same way: the row is planned as if it were done, the names
-that the inode should have are pending, and a row `settle` at the end of the journal brings the PFS in line when the inode is tried again.
-What is below a directory that is missing for this reason waits for it. Of names and inodes the code says:
-- *shown*: the PFS has an entry under this name (`pfs_entry`). The shown names of an inode are those that are not stale.
-- *pending*: the inode that a name should show and does not show yet, or `NO_INODE` (`pfs_pending`).
-- *stale*: an entry under a name that the journal gives to another inode, or to none.
-- *stranded*: an inode that has pending names, and of which the PFS shows stale names only.
-- *guarded*: a name whose entry must stay for now (P5): its inode is stranded, or is a directory with entries that another would replace.
-- *refuge*: a pending name in the history, to which a file moves before the last name goes under which the PFS shows it.
+What the PFS refuses to do with the names of an inode becomes pending in the same way: the row is planned as if it were done, and the names
+that the inode should have are pending. Write-back appends a row of its own, `settle`, to the journal. When the inode is tried again, that
+row brings its names on the PFS in line. What is below a directory that is missing for this reason waits for it.
+
+A name is in one of these states:
+- *shown*: the PFS has an entry under it, and it belongs to that inode (`pfs_entry`).
+- *stale*: the PFS has an entry under it, but the journal gives the name to another inode, or to none.
+- *pending*: it should show an inode, or nothing (`NO_INODE`), and does not yet (`pfs_pending`). A stale name is pending, too.
+
+An entry *must stay* for now (`_must_stay`, P5) if it is all that the PFS shows of an inode with pending names, if a file must first get a
+name in the history, or if it is a directory with entries. If the last name of a file goes and a name in the history is pending for it, the
+file moves there instead of being removed.
 
 Invariant: every path in a plan is valid from the beginning of the batch to its end. A row that needs a directory made by this batch,
 or that moves a directory, begins the next batch. So each change can be recognised as done by its own names (apply.py).
@@ -67,7 +70,7 @@ class Planner:
     def plan_row(self, row: JournalRow) -> bool:
         """Plan one row. Return False if it has to wait for another batch; then nothing of it is planned."""
         is_full = self._is_full or len(self.batch.actions) >= self.actions_max or len(self.plan.puts) >= self.puts_max
-        if is_full or self.plan.planned_bytes >= BATCH_BYTES_MAX or (self._made_directories and self._must_wait_for_refuge(row)):
+        if is_full or self.plan.planned_bytes >= BATCH_BYTES_MAX or (self._made_directories and self._must_wait_for_history(row)):
             return False
         self.view.key = row.seq * KEYS_PER_ROW
         is_planned = self._plan_row(row)
@@ -104,61 +107,65 @@ class Planner:
         others = [name for name in names if not self._facts.is_in_history(name[0])]
         return others if others or shown else names[:1]
 
-    def _list_refuges(self, name: PfsName, inode: int = NO_INODE) -> list[PfsName]:
-        """Return the names in the history to which a file may move before its last name goes."""
+    def _list_history_names(self, name: PfsName, inode: int = NO_INODE) -> list[PfsName]:
+        """Return the pending names in the history to which a file may move if its last name `name` goes."""
         shown = self.view.get_shown_inode(*name)
         if shown in {NO_INODE, inode} or any(other != name for other in self.view.list_shown_names(shown)):
             return []
         return [other for other in self.view.list_pending_names(shown) if other != name and self._facts.is_in_history(other[0])]
 
-    def _find_refuge(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
+    def _find_history_name(self, name: PfsName, inode: int = NO_INODE) -> PfsName | None:
         """Return the name in the history to which a file moves before `name` goes; None if none is needed."""
-        return next((other for other in self._list_refuges(name, inode) if self.view.has_directory(*other)), None)
+        return next((other for other in self._list_history_names(name, inode) if self.view.has_directory(*other)), None)
 
-    def _lacks_refuge(self, name: PfsName, inode: int) -> bool:
+    def _lacks_history_name(self, name: PfsName, inode: int) -> bool:
         """Return True if a file must stay under a name, because its directory in the history is missing.
 
         It may go if other copies are left, unless the PFS is full: then the directory follows as soon as there is room.
         """
-        refuges = self._list_refuges(name, inode)
-        if not refuges or any(self.view.has_directory(*other) for other in refuges):
+        others = self._list_history_names(name, inode)
+        if not others or any(self.view.has_directory(*other) for other in others):
             return False
         return self._facts.is_pfs_full() or self._facts.is_only_on_pfs(self.view.get_shown_inode(*name))
 
-    def _must_wait_for_refuge(self, row: JournalRow) -> bool:
+    def _must_wait_for_history(self, row: JournalRow) -> bool:
         """Return True if a file must move into a directory that this batch makes."""
         names = row.names if row.op in ("unlink", "rename") else []
-        refuges = (self._find_refuge(name, row.inode if row.op == "rename" else NO_INODE) for name in names)
-        return any(name is not None and name[0] in self._made_directories for name in refuges)
+        others = (self._find_history_name(name, row.inode if row.op == "rename" else NO_INODE) for name in names)
+        return any(name is not None and name[0] in self._made_directories for name in others)
 
-    def _move_to_refuge(self, row: JournalRow, name: PfsName, inode: int = NO_INODE) -> bool:
+    def _move_to_history(self, row: JournalRow, name: PfsName, inode: int = NO_INODE) -> bool:
         """Plan that a file moves to the history before `name` goes. Return False if it has no place there.
 
         If it is to have one, and the directory is missing, a row writes its bytes there later.
         """
-        refuge = self._find_refuge(name, inode)
-        if refuge is not None:
-            self._plan_move(name, refuge)
-            self.view.delete_pending(*refuge)
-        elif self._list_refuges(name, inode):
+        new = self._find_history_name(name, inode)
+        if new is not None:
+            self._plan_move(name, new)
+            self.view.delete_pending(*new)
+        elif self._list_history_names(name, inode):
             file = self._facts.get_inode(self.view.get_shown_inode(*name))
             if file is not None and file.content is not None:
                 self._requeue(row, file.id, file.content)
-        return refuge is not None
+        return new is not None
 
-    def _is_guarded(self, name: PfsName, inode: int = NO_INODE) -> bool:
+    def _must_stay(self, name: PfsName, inode: int = NO_INODE) -> bool:
         """Return True if an entry must stay for now.
 
-        It is stranded, has no place in the history yet, or is a directory with entries.
+        Its inode has no right name yet, or no place in the history, or is a directory with entries.
         """
         shown = self.view.get_shown_inode(*name)
         if shown in {NO_INODE, inode}:
             return False
-        return self.view.is_stranded(shown) or self._lacks_refuge(name, inode) or (inode != NO_INODE and self.view.has_entries(shown))
+        return (
+            self.view.has_only_stale_names(shown)
+            or self._lacks_history_name(name, inode)
+            or (inode != NO_INODE and self.view.has_entries(shown))
+        )
 
     def _is_refused(self, name: PfsName, inode: int = NO_INODE) -> bool:
         """Return True if a name cannot show `inode`, or nothing, for now; it may become pending."""
-        return self._is_guarded(name, inode) or self.view.is_directory_pending(*name) or self._facts.has_refused_names(inode)
+        return self._must_stay(name, inode) or self.view.is_directory_pending(*name) or self._facts.has_refused_names(inode)
 
     def _set_wanted(self, name: PfsName, inode: int, row: JournalRow) -> None:
         """Plan that a name shows `inode`, or nothing (`NO_INODE`), only when the PFS lets it."""
@@ -281,9 +288,9 @@ class Planner:
         shown = self.view.get_shown_inode(*name)
         if not self.view.has_directory(*name):
             self.view.delete_entry(*name)
-        elif self._facts.has_refused_names(shown) or self._is_guarded(name) or self.view.has_entries(shown):
+        elif self._facts.has_refused_names(shown) or self._must_stay(name) or self.view.has_entries(shown):
             self._set_wanted(name, NO_INODE, row)
-        elif not self._move_to_refuge(row, name):
+        elif not self._move_to_history(row, name):
             self._plan_removal(name, "remove" if stat.S_ISDIR(self.view.get_recorded(*name)[1]) and act == "unlink" else act)
 
     def _rename(self, row: JournalRow) -> bool:
@@ -305,7 +312,7 @@ class Planner:
             self.view.delete_entry(*name)
             self.view.set_pending(*new, row.inode)
             return True
-        self._move_to_refuge(row, new, row.inode)
+        self._move_to_history(row, new, row.inode)
         self._plan_move(name, new)
         return True
 
@@ -510,7 +517,7 @@ class Planner:
         inode, name = self._facts.get_inode(row.inode), wanted[0]
         if inode is None or not _can_be_made(replace(row, mode=inode.mode), inode):
             return True
-        if self._is_guarded(name, row.inode):
+        if self._must_stay(name, row.inode):
             return self._keep(row)
         if name[0] in self._made_directories:
             return False
@@ -518,12 +525,12 @@ class Planner:
         return self._settle_links(row, wanted[1:], [])
 
     def _settle_move(self, row: JournalRow, name: PfsName, new: PfsName) -> bool:
-        """Plan that an inode moves to a right name, or changes places with another one that is stranded."""
+        """Plan that an inode moves to a right name, or changes places with another one that waits for it."""
         if self.batch.actions:
             return False
         other = self.view.get_entry(*new)
-        if other is not None and self._is_guarded(new, row.inode):
-            if self._facts.has_refused_names(other.inode) or not self.view.is_stranded(other.inode):
+        if other is not None and self._must_stay(new, row.inode):
+            if self._facts.has_refused_names(other.inode) or not self.view.has_only_stale_names(other.inode):
                 return self._keep(row)
             self._plan_exchange(name, new)
         else:
@@ -545,7 +552,7 @@ class Planner:
                 self.view.delete_pending(*name)
         for name in wanted:
             source = self.view.list_shown_names(row.inode)[0]
-            if self._is_guarded(name, row.inode):
+            if self._must_stay(name, row.inode):
                 self._keep(row)
                 continue
             self._plan_link(row.inode, source, name)
