@@ -34,6 +34,22 @@ def split_digests(block_digests: bytes) -> list[bytes]:
     return [block_digests[start : start + BLOCK_DIGEST_BYTES] for start in range(0, len(block_digests), BLOCK_DIGEST_BYTES)]
 
 
+def count_blocks(size: int) -> int:
+    """Return the number of blocks of a content of `size` bytes."""
+    return -(-size // limits.BLOCK_BYTES)
+
+
+def get_block_range(offset: int, length: int, size: int) -> range:
+    """Return the numbers of the blocks of a file of `size` bytes that have these bytes."""
+    end = min(offset + length, size)
+    return range(offset // limits.BLOCK_BYTES, count_blocks(end)) if offset < end else range(0)
+
+
+def has_all_digests(block_digests: bytes, size: int) -> bool:
+    """Return False if the digests of a content of `size` bytes are too many to be kept."""
+    return len(block_digests) == BLOCK_DIGEST_BYTES * count_blocks(size)
+
+
 def list_block_ranges(numbers: Iterable[int], size: int) -> list[tuple[int, int]]:
     """Return (offset, length) in bytes of each run of blocks of a file of `size` bytes.
 

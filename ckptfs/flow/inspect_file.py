@@ -11,7 +11,7 @@ import errno
 import logging
 import os
 
-from ckptfs import disk, limits
+from ckptfs import digest, disk, limits
 from ckptfs.catalog import copies, mover_requests
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -75,13 +75,12 @@ class InspectFile:
             os.ftruncate(fd, manifest.size)
 
             def read(offset: int, length: int) -> bytes:
-                end = min(offset + length, manifest.size)
-                wanted = range(offset // limits.BLOCK_BYTES, -(-end // limits.BLOCK_BYTES)) if offset < end else range(0)
+                wanted = digest.get_block_range(offset, length, manifest.size)
                 if missing := [number for number in wanted if number not in present]:
                     if len(present) + len(missing) > limits.INSPECTED_BLOCKS_MAX:
                         raise TooLong
                     self._cluster.peers.fetch(nodes, manifest, missing, fd)
                     present.update(missing)
-                return os.pread(fd, max(0, end - offset), offset)
+                return os.pread(fd, max(0, min(length, manifest.size - offset)), offset)
 
             return file_formats.inspect(os.path.basename(os.fsencode(path)), content.size, read)

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 import grpc
 from google.protobuf.message_factory import GetMessageClass
 
-from ckptfs import limits, server_limits
+from ckptfs import digest, limits, server_limits
 from ckptfs.clique.certificates import Identity, RevocationList
 from ckptfs.clique.peer_api import ContentHost, Offer
 from ckptfs.errors import CkptfsError
@@ -38,7 +38,6 @@ from ckptfs.peers.messages import (
     SourceChanged,
     build_fields,
     build_rejection,
-    count_blocks,
     encode_bitmap,
     encode_blocks,
     encode_end,
@@ -198,7 +197,7 @@ class UnaryCalls:
         offer = parse_offer(request)
         require(not request.whole, "a content travels inside an offer only with OfferMany")
         number, missing_blocks = self._table.begin_transfer(peer, offer)
-        return pb.OfferReply(transfer=number, lacking=encode_bitmap(missing_blocks, count_blocks(offer.size)))
+        return pb.OfferReply(transfer=number, lacking=encode_bitmap(missing_blocks, digest.count_blocks(offer.size)))
 
     def OfferMany(self, peer: str, request: pb.OffersRequest) -> pb.OffersReply:
         pairs = zip(parse_offers(request), request.offers, strict=True)
@@ -207,7 +206,7 @@ class UnaryCalls:
     def Progress(self, peer: str, request: pb.TransferRequest) -> pb.ProgressReply:
         transfer = self._table.get_transfer(peer, request.transfer)
         transfer.touch()
-        return pb.ProgressReply(lacking=encode_bitmap(transfer.list_missing_blocks(), count_blocks(transfer.size)))
+        return pb.ProgressReply(lacking=encode_bitmap(transfer.list_missing_blocks(), digest.count_blocks(transfer.size)))
 
     def Finish(self, peer: str, request: pb.TransferRequest) -> pb.FinishReply:
         return pb.FinishReply(verified=self._table.finish(peer, request.transfer))
@@ -217,8 +216,8 @@ class UnaryCalls:
         return pb.Nothing()
 
     def GetRecord(self, peer: str, request: pb.RecordRequest) -> pb.Record:
-        content, digest = parse_content_id(request.content), parse_digest(request.digest)
-        return pb.Record(**build_fields(self._table.describe_copy(peer, content, digest, can_wait=request.queued)))
+        content, wanted = parse_content_id(request.content), parse_digest(request.digest)
+        return pb.Record(**build_fields(self._table.describe_copy(peer, content, wanted, can_wait=request.queued)))
 
     def EndRead(self, peer: str, request: pb.RecordRequest) -> pb.Nothing:
         self._table.end_reading(peer, request.content)
@@ -280,8 +279,8 @@ class RawStreams:
 
     def encode_run(self, peer: str, request: pb.ReadRequest) -> Iterator[bytes]:
         """Yield the messages of blocks of a copy, with their end. Raises Rejection, CopyNotFound, OSError."""
-        content, digest = parse_content_id(request.content), parse_digest(request.digest) or b""
-        with self._slots.hold_slot(peer), self._table.lend_copy(peer, content, digest, can_wait=request.queued) as copy:
+        content, wanted = parse_content_id(request.content), parse_digest(request.digest) or b""
+        with self._slots.hold_slot(peer), self._table.lend_copy(peer, content, wanted, can_wait=request.queued) as copy:
             numbers = parse_block_range(request, copy.size)
             try:
                 yield from encode_blocks(copy.fd, copy.size, numbers, compress=request.compress)

@@ -85,11 +85,6 @@ def encode_end(count: int) -> bytes:
     return HEADER.pack(count, 0, Encoding.END)
 
 
-def count_blocks(size: int) -> int:
-    """Return the number of blocks of a content of `size` bytes."""
-    return -(-size // limits.BLOCK_BYTES)
-
-
 def block_bytes(size: int, number: int) -> int:
     return min(limits.BLOCK_BYTES, size - number * limits.BLOCK_BYTES)
 
@@ -174,7 +169,7 @@ class BlockReceiver:
             self._begin_block(number, wire_bytes, encoding)
 
     def _begin_block(self, number: int, wire_bytes: int, encoding: int) -> None:
-        if number >= count_blocks(self._sink.size) or encoding not in (Encoding.RAW, Encoding.ZSTD):
+        if number >= digest.count_blocks(self._sink.size) or encoding not in (Encoding.RAW, Encoding.ZSTD):
             raise Rejection(RejectReason.MALFORMED, f"there is no block {number} with encoding {encoding}")
         self._length = block_bytes(self._sink.size, number)
         self._is_compressed = encoding == Encoding.ZSTD
@@ -286,8 +281,8 @@ def parse_offer(request: pb.OfferRequest) -> Offer:
     require(0 < request.inode <= ID_MAX, f"{request.inode} is no inode")
     require(request.generation <= limits.GENERATION_MAX, f"{request.generation} is no generation")
     require(request.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES, f"{request.size} bytes are more than peers hold of one content")
-    count = count_blocks(request.size)
-    require(len(request.blocks) == count * digest.BLOCK_DIGEST_BYTES, f"{request.size} bytes have {count} blocks, not as many digests")
+    count = digest.count_blocks(request.size)
+    require(digest.has_all_digests(request.blocks, request.size), f"{request.size} bytes have {count} blocks, not as many digests")
     found = parse_digest(request.digest)
     if found is not None:
         require(digest.hash_content(request.blocks, request.size) == found, "the digest is not the one over the blocks' digests")
@@ -316,14 +311,14 @@ def parse_offers(request: pb.OffersRequest) -> list[Offer]:
 
 def are_valid_missing_blocks(offer: Offer, numbers: list[int]) -> bool:
     """Return whether a list of missing blocks is ascending, in range, and was offered."""
-    count = count_blocks(offer.size)
+    count = digest.count_blocks(offer.size)
     return all(0 <= number < count and offer.get_block_digest(number) != UNKNOWN_BLOCK for number in numbers)
 
 
 def parse_block_range(request: pb.ReadRequest, size: int) -> range:
     """Return the blocks that a Read asks for."""
     require(0 < request.count <= limits.PEER_RUN_BLOCKS_MAX, f"{request.count} blocks are not between 1 and {limits.PEER_RUN_BLOCKS_MAX}")
-    require(request.first + request.count <= count_blocks(size), f"there are only {count_blocks(size)} blocks")
+    require(request.first + request.count <= digest.count_blocks(size), f"there are only {digest.count_blocks(size)} blocks")
     return range(request.first, request.first + request.count)
 
 

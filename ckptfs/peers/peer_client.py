@@ -29,7 +29,7 @@ from ckptfs.clique.peer_api import (
 from ckptfs.errors import InvalidArgument
 from ckptfs.peers import block_client, messages
 from ckptfs.peers.link import Link
-from ckptfs.peers.messages import Rejection, block_bytes, count_blocks, decode_bitmap
+from ckptfs.peers.messages import Rejection, block_bytes, decode_bitmap
 from ckptfs.protocol import peer_pb2 as pb
 
 CORES_A_STREAM = 4
@@ -53,7 +53,7 @@ class PeerClient:
 
     def send(self, node: PeerAddress, offer: Offer, source_fd: int, *, is_wanted: Callable[[], bool] = lambda: True) -> SendResult:
         link = self._get_link(node)
-        if count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
+        if digest.count_blocks(offer.size) > limits.PEER_BLOCKS_MAX:
             raise InvalidArgument(f"{offer.size} bytes are more than peers hold of one content")
         if not offer.is_early and 0 < offer.size <= limits.PEER_INLINE_BYTES_MAX:
             (result,) = self.send_many(node, [(offer, source_fd)])
@@ -246,7 +246,7 @@ def _ask_progress(link: Link, transfer: int, pause_s: float) -> Any:
 
 def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
     try:
-        numbers = decode_bitmap(bits, count_blocks(offer.size))
+        numbers = decode_bitmap(bits, digest.count_blocks(offer.size))
     except Rejection as refusal:
         raise link.record_failure(refusal) from refusal
     if not messages.are_valid_missing_blocks(offer, numbers):
@@ -256,10 +256,7 @@ def _decode_missing(link: Link, offer: Offer, bits: bytes) -> list[int]:
 
 def _check_manifest(link: Link, reply: Any, content: int, expected_digest: bytes | None) -> ContentManifest:
     """Return the manifest of a peer, if its block digests make the digest that was asked for."""
-    whole = (
-        reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES
-        and len(reply.blocks) == count_blocks(reply.size) * digest.BLOCK_DIGEST_BYTES
-    )
+    whole = reply.size <= limits.PEER_BLOCKS_MAX * limits.BLOCK_BYTES and digest.has_all_digests(reply.blocks, reply.size)
     if (
         reply.content != content
         or not whole

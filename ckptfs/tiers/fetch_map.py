@@ -18,7 +18,7 @@ import struct
 from collections.abc import Collection
 from pathlib import Path
 
-from ckptfs import disk, limits
+from ckptfs import digest, disk, limits
 from ckptfs.model import Content, Tier
 
 _HEADER = struct.Struct("<8s16sQQQ8s")
@@ -49,7 +49,7 @@ class FetchMap:
         self._identity = identity
         _, self.digest, self.generation, self.size, self._target_inode, tier = _HEADER.unpack_from(memory)
         self.tier = Tier(tier.rstrip(b"\0").decode())
-        self.block_count = -(-self.size // limits.BLOCK_BYTES)
+        self.block_count = digest.count_blocks(self.size)
 
     @classmethod
     def publish(cls, ram: Path, content: Content, tier: Tier, target_fd: int, missing_blocks: Collection[int]) -> "FetchMap":
@@ -58,7 +58,7 @@ class FetchMap:
         get_directory(ram).mkdir(mode=0o700, exist_ok=True)
         path = _get_path(ram, content.id)
         temporary = path.with_suffix(".new")
-        block_count = -(-content.size // limits.BLOCK_BYTES)
+        block_count = digest.count_blocks(content.size)
         # Never truncated: access to a mapped page beyond the end of a file kills the process.
         temporary.unlink(missing_ok=True)
         try:

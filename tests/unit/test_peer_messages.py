@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ckptfs import digest, limits
 from ckptfs.clique.peer_api import Offer
 from ckptfs.peers import messages
-from ckptfs.peers.messages import BlockReceiver, Rejection, RejectReason, count_blocks, decode_bitmap, encode_bitmap
+from ckptfs.peers.messages import BlockReceiver, Rejection, RejectReason, decode_bitmap, encode_bitmap
 from ckptfs.protocol import peer_pb2 as pb
 
 BLOCK, PIECE = 64, 16
@@ -38,7 +38,7 @@ class Landed:
     def claim_block(self, number: int) -> bytes:
         if number in self.written:
             raise Rejection(RejectReason.OUT_OF_ORDER, "again")
-        assert 0 <= number < count_blocks(self.size) and number not in self.open
+        assert 0 <= number < digest.count_blocks(self.size) and number not in self.open
         self.open.add(number)
         return digest.hash_block(self.data[number * BLOCK : (number + 1) * BLOCK])
 
@@ -59,7 +59,7 @@ def right(data: bytes, number: int) -> list[bytes]:
 def streams(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
     """A content, and messages: right ones, wrong ones, in any order."""
     data = draw(st.binary(min_size=1, max_size=5 * BLOCK))
-    numbers = st.integers(0, count_blocks(len(data)) - 1)
+    numbers = st.integers(0, digest.count_blocks(len(data)) - 1)
     good = numbers.map(lambda number: right(data, number))
     odd = st.tuples(NUMBERS, st.integers(0, 2**32 - 1), st.integers(0, 255)).map(lambda values: [struct.pack("<QIB3x", *values)])
     anything = st.lists(st.binary(max_size=2 * PIECE), max_size=2)
@@ -92,7 +92,7 @@ def test_what_departs_arrives(data: bytes, squeeze: bool, random: object) -> Non
 
     fd = os.memfd_create("source")
     os.write(fd, data)
-    numbers = list(range(count_blocks(len(data))))
+    numbers = list(range(digest.count_blocks(len(data))))
     random.shuffle(numbers)  # type: ignore[attr-defined]
     landed = Landed(data)
     arriving = BlockReceiver(landed)
@@ -116,7 +116,7 @@ def test_any_offer_is_refused_or_whole(
     except Rejection as refusal:
         assert refusal.reason is RejectReason.MALFORMED
         return
-    assert offer.content > 0 and offer.inode > 0 and len(offer.blocks) == 16 * count_blocks(offer.size)
+    assert offer.content > 0 and offer.inode > 0 and len(offer.blocks) == 16 * digest.count_blocks(offer.size)
     assert offer.is_early or digest.hash_content(offer.blocks, offer.size) == offer.digest
     assert not whole or len(whole) == offer.size
 
@@ -144,7 +144,7 @@ def test_runs_stay_inside_the_content(first: int, count: int, size: int) -> None
         run = messages.parse_block_range(pb.ReadRequest(first=first, count=count), size)
     except Rejection:
         return
-    assert 0 < len(run) <= limits.PEER_RUN_BLOCKS_MAX and run[0] >= 0 and run[-1] < count_blocks(size)
+    assert 0 < len(run) <= limits.PEER_RUN_BLOCKS_MAX and run[0] >= 0 and run[-1] < digest.count_blocks(size)
 
 
 def test_a_receiver_that_asks_for_what_was_not_offered_is_not_believed() -> None:

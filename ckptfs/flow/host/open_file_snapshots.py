@@ -7,7 +7,7 @@ import os
 import threading
 from dataclasses import replace
 
-from ckptfs import digest, disk, limits
+from ckptfs import digest, disk
 from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, copies, peer_copies
 from ckptfs.catalog.database import Database
@@ -38,8 +38,7 @@ class OpenFileSnapshots:
             # The number first: of two states the one with the higher number was read later, and lacks nothing that the other one has.
             snapshot = peer_copies.record_open_snapshot(self._db, content) or contents.get_content(self._db, content)
             size, whole, blocks = transfer.read(fd, label="host:open")
-            is_read = len(blocks) == digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)
-            if snapshot is None or not is_read or not self._is_unsealed(content):
+            if snapshot is None or not digest.has_all_digests(blocks, size) or not self._is_unsealed(content):
                 os.close(fd)
                 return None
         opened = OpenCopy(content, snapshot.inode, snapshot.generation, size, whole, blocks, fd=fd)

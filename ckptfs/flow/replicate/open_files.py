@@ -57,7 +57,7 @@ class SnapshotReplicator:
             # The generation first: of two snapshots, the higher generation was read later and includes all writes of the other.
             snapshot = self._take_snapshot(number, fd)
             size, whole, blocks = transfer.read(fd, label="replicate:open")
-            if snapshot is None or (size and len(blocks) != digest.BLOCK_DIGEST_BYTES * -(-size // limits.BLOCK_BYTES)):
+            if snapshot is None or not digest.has_all_digests(blocks, size):
                 return set()
             return self._send_until_enough(Offer(number, snapshot.inode, snapshot.generation, size, whole, blocks), fd)
 

@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import trio
 
-from ckptfs import disk, limits
+from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, inodes, mover_requests
 from ckptfs.catalog.database import Database
 from ckptfs.errors import CkptfsError, ContentLost, TimedOut, posix_error
@@ -294,7 +294,7 @@ class FetchWaiter:
     async def wait_range(self, file: OpenFile, offset: int, size: int) -> None:
         """Wait until these bytes can be read. Raises ContentLost if they cannot be fetched."""
         try:
-            await self._wait_blocks(file, self._get_block_range(offset, size))
+            await self._wait_blocks(file, digest.get_block_range(offset, size, self.content.size))
         except InterruptedError:
             raise
         except (OSError, CkptfsError) as failure:
@@ -314,10 +314,6 @@ class FetchWaiter:
                 raise TimedOut("all blocks have arrived, but the copy is not recorded")
             if file.fetch_waiter is self:
                 await self._mover_client.wait_reply(limits.REQUEST_POLL_S)
-
-    def _get_block_range(self, offset: int, size: int) -> range:
-        end = min(offset + size, self.content.size)
-        return range(offset // limits.BLOCK_BYTES, -(-end // limits.BLOCK_BYTES)) if offset < end else range(0)
 
     async def _wait_blocks(self, file: OpenFile, numbers: range) -> None:
         progress, until_s = (-1, 0), 0.0
