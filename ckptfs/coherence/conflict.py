@@ -20,6 +20,7 @@ from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_NAME, PFS_STATE, SharedKey, Value, decode_key
+from ckptfs.coherence.ownership import is_shared
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.store.kv import Outcome
 
@@ -109,7 +110,7 @@ class ConflictResolver:
         """Undo sets of which these are links."""
         self._contested_names |= links
         for directory in {name.number for name in links}:
-            while directory and not key_state.get_cached(self._db, SharedKey(INODE, directory)).revision:
+            while directory and not is_shared(self._db, directory):
                 self._contested_names |= self._list_names_of(directory)  # The set goes as a whole.
                 directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
 
@@ -121,7 +122,7 @@ class ConflictResolver:
         used = history.get_recorded_next_number(base64.b64decode(record))
         history.record_used_numbers(self._db, key.number, used)
         rows = self._db.rows("SELECT name, child FROM entry WHERE parent = ? ORDER BY cookie", key.number)
-        new = [(bytes(name), child) for name, child in rows if not key_state.get_cached(self._db, SharedKey(INODE, child)).revision]
+        new = [(bytes(name), child) for name, child in rows if not is_shared(self._db, child)]
         found = {SharedKey(NAME, key.number, name): one for name, child in new if (one := history.get_set(self._db, child)) is not None}
         return found if any(one.record.number < used for one in found.values()) else {}
 
@@ -241,7 +242,7 @@ class ConflictResolver:
         self._restore_on_pfs([*(SharedKey(PFS_NAME, *key[1:]) for key in reverting), *(SharedKey(PFS_STATE, child) for child in children)])
         self._inodes_to_recount |= children
         self._set_link_counts()
-        never = {inode for inode in self._result.unlinked_inodes if not key_state.get_cached(self._db, SharedKey(INODE, inode)).revision}
+        never = {inode for inode in self._result.unlinked_inodes if not is_shared(self._db, inode)}
         journal.delete_reverted(self._db, journal.get_instance_id(self._db), [(key.number, key.name) for key in reverting], never)
         self._result.reverted_names = reverting | self._contested_names
 
@@ -251,11 +252,11 @@ class ConflictResolver:
         The link of a file in a set is bound to nothing: a set is whole or gone.
         """
         found = {self._get_local_child(key), self._get_store_child(key)} & children
-        return any(stat.S_ISDIR(self._get_mode(child)) or not identity.is_history_directory(key.number) for child in found)
+        return any(self._is_directory(child) or not identity.is_history_directory(key.number) for child in found)
 
     def _list_new_inodes(self, children: set[int]) -> set[int]:
         """Return those inodes that the store has never had."""
-        return {child for child in children if not key_state.get_cached(self._db, SharedKey(INODE, child)).revision}
+        return {child for child in children if not is_shared(self._db, child)}
 
     def _restore_inodes(self, key: SharedKey) -> None:
         """Undo the changes of this name: a new entry disappears, a removed one reappears."""
@@ -263,7 +264,7 @@ class ConflictResolver:
         self._inodes_to_recount |= {key.number, here, there} - {0}
         if here == there:
             return
-        if here and stat.S_ISDIR(self._get_mode(here)) and not key_state.get_cached(self._db, SharedKey(INODE, here)).revision:
+        if here and self._is_directory(here) and not is_shared(self._db, here):
             self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", here)
         if there not in self._deleted_inodes | self._restored_inodes:
             self._restore_removed(there)
@@ -275,13 +276,16 @@ class ConflictResolver:
             return
         if not self._get_mode(inode):
             keys.write_value(self._db, SharedKey(INODE, inode), known)
-        if stat.S_ISDIR(self._get_mode(inode)):
+        if self._is_directory(inode):
             self._db.run("UPDATE inode SET nlink = max(nlink, 2), parent = ? WHERE id = ?", known["parent"], inode)
             key_state.mark_dirty(self._db, SharedKey(INODE, inode))
 
     def _get_mode(self, inode: int) -> int:
         """Return the mode of an inode; 0 without a row."""
         return int(self._db.value("SELECT mode FROM inode WHERE id = ?", inode) or 0)
+
+    def _is_directory(self, inode: int) -> bool:
+        return stat.S_ISDIR(self._get_mode(inode))
 
     def _set_link_counts(self) -> None:
         """Set the link counts of files to the number of their names; those of directories are not shared."""

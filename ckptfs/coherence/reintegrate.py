@@ -42,6 +42,7 @@ from ckptfs.coherence.keys import (
     list_shared_names,
     write_value,
 )
+from ckptfs.coherence.ownership import is_shared
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.model import ROOT
 
@@ -96,7 +97,7 @@ class ReintegrationResolver(ConflictResolver):
     def _handle_difference(self, key: SharedKey, store_value: StoreValue) -> None:
         if key.kind == NAME and key in self._transaction.new_values:
             before = self._get_store_child(key)
-            if stat.S_ISDIR(self._get_mode(before)) and before not in self._restored_inodes | self._deleted_inodes:
+            if self._is_directory(before) and before not in self._restored_inodes | self._deleted_inodes:
                 self._contested_names.add(key)
             else:
                 self._conflicting_names[key] = store_value.value
@@ -143,15 +144,13 @@ class ReintegrationResolver(ConflictResolver):
         """Keep an entry that this node made and that has no other name, under a conflict name."""
         here = self._get_local_child(key)
         # A new directory may be in the store before its name.
-        is_unnamed = not self._is_cached(SharedKey(INODE, here)) or (
-            stat.S_ISDIR(self._get_mode(here)) and here not in self._named_in_store
-        )
+        is_unnamed = not is_shared(self._db, here) or (self._is_directory(here) and here not in self._named_in_store)
         made = here and here not in self._deleted_inodes and is_unnamed and not identity.is_history_directory(key.number)
         super()._set_name(key)
         if not made or self._get_local_child(key) == here:
             return
         self._add_conflict_name(key, here)
-        if stat.S_ISDIR(self._get_mode(here)):
+        if self._is_directory(here):
             self._db.run("UPDATE inode SET nlink = 2, parent = ? WHERE id = ?", key.number, here)
         self._inodes_to_recount |= {here, key.number}
 
@@ -184,8 +183,8 @@ class ReintegrationResolver(ConflictResolver):
         key_state.set_cached(self._db, key, now)
 
     def _resolve_both_named(self, key: SharedKey, here: int, there: int, now: CachedValue) -> None:
-        is_directory = stat.S_ISDIR(self._get_mode(here)), stat.S_ISDIR(self._get_mode(there))
-        if all(is_directory) and not self._is_cached(SharedKey(INODE, here)):
+        is_directory = self._is_directory(here), self._is_directory(there)
+        if all(is_directory) and not is_shared(self._db, here):
             self._merge_directories(here, there)
             write_value(self._db, key, now.fields)
         elif any(is_directory) or self._get_last_write(there) > self._get_last_write(here):
@@ -232,11 +231,11 @@ class ReintegrationResolver(ConflictResolver):
             old, new = SharedKey(NAME, ours, bytes(name)), SharedKey(NAME, theirs, bytes(name))
             write_value(self._db, old, None)
             key_state.mark_dirty(self._db, old)
-            directory = stat.S_ISDIR(self._get_mode(child))
+            directory = self._is_directory(child)
             if directory and (found := history.get_set(self._db, child)) is not None:
                 new = new._replace(name=history.set_next_number(self._db, theirs, found, old.name))
             other = self._get_local_child(new)
-            if other and directory and stat.S_ISDIR(self._get_mode(other)) and not self._is_cached(SharedKey(INODE, child)):
+            if other and directory and self._is_directory(other) and not is_shared(self._db, child):
                 self._merge_directories(child, other)
                 continue
             self._inodes_to_recount.add(child)
@@ -289,7 +288,7 @@ class ReintegrationResolver(ConflictResolver):
 
     def _handle_inode_deleted(self, inode: int) -> None:
         """Handle an inode that others deleted: what this node made or wrote in it makes it new again."""
-        is_directory = stat.S_ISDIR(self._get_mode(inode))
+        is_directory = self._is_directory(inode)
         if self._has_changed_names(inode) if is_directory else self._is_worth_restoring(inode):
             self._restore_deleted(inode, is_directory=is_directory)
         else:
