@@ -136,7 +136,7 @@ def list_parents_to_read(db: Database, values: StoreValues) -> list[int]:
 
 
 def _parse_names(kind: str, fields: Value | None) -> list[SharedKey]:
-    return [SharedKey(kind, parent, name.encode("latin-1")) for parent, name in (fields or {}).get("names", ())]
+    return [SharedKey(kind, *name) for name in keys.decode_names((fields or {}).get("names", ()))]
 
 
 def _list_local_pfs_names(db: Database, inode: int) -> list[SharedKey]:

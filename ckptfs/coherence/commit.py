@@ -31,6 +31,7 @@ from ckptfs.coherence.keys import (
     SharedKey,
     Value,
     build_names_prefix,
+    decode_names,
     decode_value,
     encode_chosen_key,
     encode_fields,
@@ -281,7 +282,7 @@ class _TransactionBuilder:
         """Add the names that an inode has in the store, and no longer on this node."""
         known = key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
         if "names" in known:
-            names = [SharedKey(NAME, parent, name.encode("latin-1")) for parent, name in known["names"]]
+            names = [SharedKey(NAME, *name) for name in decode_names(known["names"])]
         else:
             names = key_state.list_dirty_names(self._db)  # A directory does not know its name.
         for name in names:

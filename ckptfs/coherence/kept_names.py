@@ -37,7 +37,7 @@ def list_replaced(db: Database, transaction: StoreTransaction) -> dict[int, Valu
 
 def list_needed_keys(known: Value) -> list[SharedKey]:
     """Return the keys to read first: the content, and the names in the history."""
-    names = [SharedKey(NAME, parent, name.encode("latin-1")) for parent, name in known["names"] if identity.is_history_directory(parent)]
+    names = [SharedKey(NAME, *name) for name in keys.decode_names(known["names"]) if identity.is_history_directory(name[0])]
     return [SharedKey(CONTENT, known["content"]), *names]
 
 
@@ -51,7 +51,7 @@ def separate(db: Database, inode: int, known: Value) -> bool:
     with db.transaction():
         made = identity.allocate_id(db, "inode") or 0
         value = {**known, "xattrs": xattrs, "names": [[key.number, key.name.decode("latin-1")] for key in names]}
-        keys.write_value(db, SharedKey(INODE, made), {name: held for name, held in value.items() if name != "missed"})
+        keys.write_value(db, SharedKey(INODE, made), keys.omit_fields(value, "missed"))
         if db.value("SELECT 1 FROM content WHERE id = ?", content.number) is None:
             keys.write_value(db, content, key_state.get_cached(db, content).fields)  # It is forgotten here, and must not go in the store.
         db.run(_MOVE_CONTENT, made, content.number)

@@ -47,7 +47,7 @@ def get_pfs_state_value(db: Database, inode: int, _: bytes) -> Value | None:
 
 def write_pfs_state(db: Database, inode: int, _: bytes, value: Value | None) -> None:
     """Make the rows of an inode say so."""
-    wanted = {(parent, name.encode("latin-1")) for parent, name in (value or {"names": ()})["names"]}
+    wanted = set(decode_names((value or {"names": ()})["names"]))
     before = {(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM pfs_entry WHERE inode = ?", inode)}
     for parent, name in before - wanted:
         db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
@@ -211,6 +211,16 @@ def encode_fields(value: Value) -> bytes:
     return _ENCODER.encode(value).encode()
 
 
+def decode_names(names: Iterable[Any]) -> list[tuple[int, bytes]]:
+    """Return names of a value, [directory, text], as the catalog has them: (directory, bytes)."""
+    return [(parent, name.encode("latin-1")) for parent, name in names]
+
+
+def omit_fields(value: Value, *names: str) -> Value:
+    """Return a value without these fields."""
+    return {name: held for name, held in value.items() if name not in names}
+
+
 def decode_value(raw: bytes | None) -> Value | None:
     """Return the value that `encode_value` encoded; None for a missing or unreadable one."""
     value: Value | None = None if raw is None else json.loads(raw)
@@ -283,7 +293,7 @@ def count_in_history(names: Iterable[Sequence[Any]]) -> int:
 
 def list_unread_history(db: Database, inode: int) -> list[tuple[int, bytes]]:
     """Return (directory, name) of names of a file in the history that this node has not read yet."""
-    names = [(name[0], name[1].encode("latin-1")) for name in list_shared_names(db, inode) if identity.is_history_directory(name[0])]
+    names = [name for name in decode_names(list_shared_names(db, inode)) if identity.is_history_directory(name[0])]
     return [name for name in names if db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *name) is None]
 
 
@@ -330,7 +340,7 @@ def _get_inherited_value(db: Database, number: int) -> Value | None:
     if row is None or value is None or not (row[1] or (row[1] is None and row[0] != value["inode"])):
         return None
     superseded = {} if row[1] is None else {"former_ns": row[1]}
-    return {**{name: held for name, held in value.items() if name != "former_ns"}, "inode": row[0], **superseded}
+    return {**omit_fields(value, "former_ns"), "inode": row[0], **superseded}
 
 
 def _write_name(db: Database, number: int, name: bytes, value: Value | None) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from ckptfs import limits
 from ckptfs.catalog import identity
-from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value, encode_fields
+from ckptfs.coherence.keys import CONTENT, INODE, PFS_NAME, PFS_STATE, Value, encode_fields, omit_fields
 
 CONTENT_FIELDS = ("content", "generation", "size", "mtime_ns", "closed_ns")
 LATEST_FIELDS = ("atime_ns", "ctime_ns")
@@ -102,7 +102,7 @@ def encode_missed(records: Iterable[Value]) -> str | None:
     """
     once: dict[int, Value] = {}
     for record in records:
-        once.setdefault(record["content"], {name: held for name, held in record.items() if name != "earlier"})
+        once.setdefault(record["content"], omit_fields(record, "earlier"))
     last, earlier = next(iter(once.values()), None), [*once.values()][1 : limits.MISSED_STATES_MAX]
     return None if last is None else encode_fields({**last, "earlier": earlier} if earlier else last).decode()
 

@@ -36,11 +36,13 @@ from ckptfs.coherence.keys import (
     Value,
     build_names_prefix,
     build_row_name,
+    decode_names,
     decode_value,
     encode_fields,
     encode_key,
     encode_value,
     get_value,
+    omit_fields,
     parse_row,
 )
 from ckptfs.coherence.read import RecentDeletes, StoreValue
@@ -119,7 +121,7 @@ class StoreSnapshot:
     def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
         """Return what the store says of these keys, or of those among them that were read already."""
         known = {key: self._guessed[key] for key in keys if key in self._guessed}
-        return known or (read.parse_outcome(keys, self._store.read(read.build_gets(keys))) if keys else {})
+        return known or read.load_values(self._store, keys)
 
     def _require_consistent(self) -> None:
         """Raise Busy if a node changed between two reads under which names the PFS shows an inode."""
@@ -255,19 +257,19 @@ class StoreSnapshot:
         if value is None or inode == ROOT:
             return []
         if "names" in value:
-            return _parse_names(value["names"])
+            return decode_names(value["names"])
         name = self._get_directory_name(inode, value["parent"])
         return [] if name is None else [name]
 
     def list_pfs_names(self, inode: int) -> list[PfsName]:
         """Return the names under which the PFS shows an inode."""
         value = self.get_value(SharedKey(PFS_STATE, inode))
-        return [] if value is None else _parse_names(value["names"])
+        return [] if value is None else decode_names(value["names"])
 
     def _list_all_names(self, inode: int) -> list[PfsName]:
         """Return the names of an inode in the tree, on the PFS, and in the batch of a node that changes them."""
         value = self.get_value(SharedKey(PFS_STATE, inode)) or {}
-        return [*self.list_names(inode), *self.list_pfs_names(inode), *_parse_names(value.get("changing", ()))]
+        return [*self.list_names(inode), *self.list_pfs_names(inode), *decode_names(value.get("changing", ()))]
 
     def get_writer(self, content: int) -> int:
         """Return the node that wrote a content last; 0 if the store knows none."""
@@ -372,11 +374,6 @@ def _build_inode_intent(snapshot: StoreSnapshot, batch: PfsBatch, key: SharedKey
     return value | {"changing": [[parent, name.decode("latin-1")] for parent, name in names]}
 
 
-def _parse_names(names: Iterable[Any]) -> list[PfsName]:
-    """Return names as the catalog has them: the name of a [directory, name] is bytes there."""
-    return [(parent, name.encode("latin-1")) for parent, name in names]
-
-
 def _build_step(db: Database, batch: PfsBatch, change: ExpectedEntry) -> list[Any]:
     """Return what a name shows after a change: [inode or 0, st_ino, published bytes or None]."""
     if change.inode is None:
@@ -400,7 +397,7 @@ def resume_intents(db: Database, store: Transactions, batch: PfsBatch, instance:
     Return False if it was never announced, or another node has resolved it.
     """
     keys, mine = list_pfs_name_keys(batch), (identity.get_node_number(db), instance, batch.announced_seq or batch.last_seq)
-    told = read.parse_outcome(keys, store.read(read.build_gets(keys))) if keys else {}
+    told = read.load_values(store, keys)
     for one in told.values():
         value = one.value.fields or {}
         if (value.get("by"), value.get("of"), value.get("batch")) != mine:
@@ -459,7 +456,7 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
         changes: list[Operation] = []
     else:
         subjects = [SharedKey(PFS_STATE, inode) for inode in sorted(list_intent_inodes(key, intent))]
-        read_values = read.parse_outcome(subjects, store.read(read.build_gets(subjects)))
+        read_values = read.load_values(store, subjects)
         told = {key: cached} | {subject: one.value for subject, one in read_values.items()}
         before = {subject.number: one.value.fields or {"names": []} for subject, one in read_values.items()}
         shows, states = choose_outcome((key.number, key.name), intent, before, found)
@@ -532,7 +529,7 @@ def _build_observed(state: Value, found: ObservedStat) -> Value:
 
 
 def _strip_intent(value: Value) -> Value:
-    return {name: held for name, held in value.items() if name not in {"by", "of", "batch", "changing"}}
+    return omit_fields(value, "by", "of", "batch", "changing")
 
 
 def load_names(db: Database, store: Transactions, directory: int) -> None:
@@ -560,7 +557,7 @@ def refresh_names(db: Database, store: Transactions, directory: int, names: Sequ
 
 def _refresh_batch(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:
     keys = [SharedKey(kind, directory, name) for name in names for kind in (NAME, PFS_NAME)]
-    told = read.parse_outcome(keys, store.read(read.build_gets(keys)))
+    told = read.load_values(store, keys)
     subjects = {value["child"] for key in keys if key.kind == NAME and (value := told[key].value.fields)}
     subjects |= {value["inode"] for key in keys if key.kind == PFS_NAME and (value := told[key].value.fields)}
     told |= read.read_inodes(store, sorted(subjects - {0}))

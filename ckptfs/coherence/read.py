@@ -131,7 +131,7 @@ def apply_value(db: Database, key: SharedKey, now: CachedValue, read_revision: i
         if ours is not None:
             written = {name: ours[name] for name in merge.CONTENT_FIELDS if name in ours}
             missed = merge.merge_missed(key_state.get_cached(db, key).fields, ours, value)
-            value = {**{name: held for name, held in value.items() if name != "missed"}, **written, **missed}
+            value = {**keys.omit_fields(value, "missed"), **written, **missed}
     if key.kind == NAME and value is not None and not _is_name_of(db, key, value["child"]):
         return  # Its inode is unknown on this node, or is a directory elsewhere. The next lookup asks for both.
     if key.kind == INODE and value is not None and "names" not in value and not _make_place(db, key.number, value["parent"]):
@@ -244,7 +244,7 @@ def read_inodes(store: Transactions, inodes: Iterable[int]) -> dict[SharedKey, S
     found: dict[SharedKey, StoreValue] = {}
     keys = [SharedKey(kind, inode) for kind in (INODE, PFS_STATE) for inode in inodes]
     while keys:
-        told = parse_outcome(keys, store.read(build_gets(keys)))
+        told = load_values(store, keys)
         found |= told
         keys = [SharedKey(CONTENT, content) for one in told.values() if (content := (one.value.fields or {}).get("content"))]
     return found
@@ -300,6 +300,11 @@ def list_unknown(db: Database, directory: int, keys: Iterable[SharedKey]) -> lis
 def build_gets(keys: Iterable[SharedKey]) -> list[Get]:
     """Return the reads of these keys."""
     return [Get(encode_key(key)) for key in keys]
+
+
+def load_values(store: Transactions, wanted: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+    """Return what the store says of these keys. Raises StoreUnreachable."""
+    return parse_outcome(wanted, store.read(build_gets(wanted))) if wanted else {}
 
 
 def parse_outcome(keys: list[SharedKey], outcome: Outcome) -> dict[SharedKey, StoreValue]:

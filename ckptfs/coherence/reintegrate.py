@@ -40,6 +40,7 @@ from ckptfs.coherence.keys import (
     get_value,
     list_local_names,
     list_shared_names,
+    omit_fields,
     write_value,
 )
 from ckptfs.coherence.ownership import is_shared
@@ -368,7 +369,7 @@ class ReintegrationResolver(ConflictResolver):
         is_written = key.kind == INODE and handles.has_writer(self._db, key.number)
         if key.kind == INODE and base and ours and theirs and not is_written and self._split_file(key, base, ours, theirs):
             missed = merge.merge_missed(base, ours, theirs, ends_own=True)
-            write_value(self._db, key, {**{name: held for name, held in theirs.items() if name != "missed"}, **missed})
+            write_value(self._db, key, {**omit_fields(theirs, "missed"), **missed})
             key_state.set_cached(self._db, key, now)
             return
         if is_written:

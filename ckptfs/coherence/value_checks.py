@@ -32,6 +32,7 @@ from ckptfs.coherence.keys import (
     SharedKey,
     Value,
     decode_key,
+    decode_names,
     decode_value,
 )
 from ckptfs.coherence.unreadable_keys import log_unreadable
@@ -311,7 +312,7 @@ def _find_contradiction(key: SharedKey, value: Mapping[str, Any]) -> str:
     if key.kind == INODE:
         if stat.S_ISDIR(value["mode"]) and ("names" in value or value["content"] is not None):
             return "it is a directory and a file"
-        names = [(parent, name.encode("latin-1")) for parent, name in value.get("names", ())]
+        names = decode_names(value.get("names", ()))
         if len(set(names)) < len(names):
             return "it has one name twice"
     elif key.kind == JOURNAL_ROW:
