@@ -16,34 +16,14 @@ from ckptfs import limits
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.identity import is_history_directory
 from ckptfs.catalog.retention_state import CHOSEN_XATTR
-from ckptfs.coherence import chain, key_state
+from ckptfs.coherence import chain, key_state, keys
 from ckptfs.coherence.chain import ChainLink
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import (
-    CONTENT,
-    COPY,
-    INODE,
-    KINDS,
-    NAME,
-    PFS_NAME,
-    PFS_STATE,
-    TIMES,
-    SharedKey,
-    Value,
-    build_names_prefix,
-    decode_names,
-    decode_value,
-    encode_chosen_key,
-    encode_fields,
-    encode_key,
-    encode_value,
-    get_value,
-    list_local_names,
-)
+from ckptfs.coherence.keys import CONTENT, COPY, INODE, KINDS, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey, Value, encode_key
 from ckptfs.model import ROOT
 from ckptfs.store.kv import Compare, CompareTarget, Delete, Get, Operation, Put, prefix_end
 
-_DIRECTORY_TYPE_JSON = encode_fields({"type": stat.S_IFDIR})[1:-1]
+_DIRECTORY_TYPE_JSON = keys.encode_fields({"type": stat.S_IFDIR})[1:-1]
 _RANKS = {CONTENT: 0, TIMES: 1, INODE: 2, NAME: 4}
 _DELETED_INODE_RANK, _DELETED_NAME_RANK = 6, 5
 
@@ -70,7 +50,9 @@ class StoreTransaction:
         """Return what must hold for the transaction to pass."""
         revisions = [Compare(encode_key(key), CompareTarget.MOD, "=", revision) for key, revision in self.expected_revisions.items()]
         present = [Compare(encode_key(SharedKey(INODE, number)), CompareTarget.VERSION, ">", 0) for number in self.required_directories]
-        empty = [Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(build_names_prefix, self.required_empty)]
+        empty = [
+            Compare(names, CompareTarget.VERSION, "=", 0, prefix_end(names)) for names in map(keys.build_names_prefix, self.required_empty)
+        ]
         return [self.link.build_compare(), *revisions, *present, *empty]
 
     def build_changes(self) -> list[Operation]:
@@ -91,7 +73,7 @@ class StoreTransaction:
     def build_conflict_gets(self) -> list[Get]:
         """Return what to read after a refusal: the chain first, then everything that was compared."""
         return [Get(encode_key(key)) for key in self.list_conflict_keys()] + [
-            Get(names, prefix_end(names), limit=1) for names in map(build_names_prefix, self.required_empty)
+            Get(names, prefix_end(names), limit=1) for names in map(keys.build_names_prefix, self.required_empty)
         ]
 
     def list_conflict_keys(self) -> list[SharedKey]:
@@ -142,10 +124,10 @@ class _TransactionBuilder:
             changes.setdefault(change, []).append(key)
         self._transaction.is_complete = len(self._dirty) < 4 * limits.ETCD_OPERATIONS_MAX
         for change, marked in changes.items():
-            keys = [key for key in dict.fromkeys(marked) if not self._is_deleted_later(key, change)]
-            if not keys:
+            changed = [key for key in dict.fromkeys(marked) if not self._is_deleted_later(key, change)]
+            if not changed:
                 continue
-            is_added = self._transaction.change_count < changes_max and self._add_change(sorted(keys, key=self._get_rank))
+            is_added = self._transaction.change_count < changes_max and self._add_change(sorted(changed, key=self._get_rank))
             if not is_added:
                 self._transaction.is_complete = False
                 break
@@ -157,7 +139,7 @@ class _TransactionBuilder:
     def _load_value(self, key: SharedKey) -> tuple[CachedValue, bytes | None]:
         """Return (what the store has, what the rows say)."""
         if key not in self._values:
-            known, value = key_state.get_cached(self._db, key), encode_value(get_value(self._db, key))
+            known, value = key_state.get_cached(self._db, key), keys.encode_value(keys.get_value(self._db, key))
             # The writer of another node's content publishes it, unless a file replaced it here.
             if value is None and key.kind == CONTENT and self._db.value("SELECT remote FROM content WHERE id = ?", key.number) == 1:
                 value = known.raw
@@ -182,11 +164,11 @@ class _TransactionBuilder:
             return _RANKS.get(key.kind, 3)
         return _DELETED_NAME_RANK if key.kind == NAME else _DELETED_INODE_RANK
 
-    def _add_change(self, keys: list[SharedKey]) -> bool:
+    def _add_change(self, changed: list[SharedKey]) -> bool:
         """Add one change, if too large for any transaction in parts. Returns False if it does not fit."""
         before = self._transaction.copy()
         added = {*self._transaction.new_values} - self._transaction.deleted_later
-        new = self._keys_of_change = [key for key in keys if key not in added and not self._goes_with_directory(key)]
+        new = self._keys_of_change = [key for key in changed if key not in added and not self._goes_with_directory(key)]
         for key in new:
             self._add_key(key)
         if not self._transaction.is_full():
@@ -215,8 +197,8 @@ class _TransactionBuilder:
         later = "SELECT 1 FROM dirty_key WHERE kind = ? AND number = ? AND change > ? LIMIT 1"
         return is_directory and self._db.value(later, INODE, key.number, change) is not None
 
-    def _add_part_of_change(self, keys: list[SharedKey]) -> None:
-        for key in keys:
+    def _add_part_of_change(self, changed: list[SharedKey]) -> None:
+        for key in changed:
             kept = self._transaction.copy()
             self._add_key(key)
             if self._transaction.is_full():
@@ -270,7 +252,7 @@ class _TransactionBuilder:
             return
         child = SharedKey(INODE, _get_child(now))
         if _get_child(before) not in (0, child.number):
-            for name in list_local_names(self._db, _get_child(before)):
+            for name in keys.list_local_names(self._db, _get_child(before)):
                 if self._is_missing(name):
                     self._add_key(name)
         if _is_directory(now) and (revision := self._get_cached(child).revision):
@@ -282,7 +264,7 @@ class _TransactionBuilder:
         """Add the names that an inode has in the store, and no longer on this node."""
         known = key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
         if "names" in known:
-            names = [SharedKey(NAME, *name) for name in decode_names(known["names"])]
+            names = [SharedKey(NAME, *name) for name in keys.decode_names(known["names"])]
         else:
             names = key_state.list_dirty_names(self._db)  # A directory does not know its name.
         for name in names:
@@ -299,10 +281,10 @@ class _TransactionBuilder:
                 taken.setdefault(_get_child(self._get_cached(key).raw), set()).add(name)
                 given.setdefault(_get_child(value), set()).add(name)
         for key, value in self._transaction.new_values.items():
-            if key.kind == INODE and (now := decode_value(value)) is not None and "names" in now:
+            if key.kind == INODE and (now := keys.decode_value(value)) is not None and "names" in now:
                 before = {(parent, name) for parent, name in (self._get_cached(key).fields or {"names": ()})["names"]}
                 names = (before - taken.get(key.number, set())) | given.get(key.number, set())
-                self._transaction.new_values[key] = encode_value({**now, "names": [list(name) for name in sorted(names)]})
+                self._transaction.new_values[key] = keys.encode_value({**now, "names": [list(name) for name in sorted(names)]})
 
     def _require_directory(self, directory: int) -> None:
         """Require that a directory exists; add it with its name if the store does not have it yet."""
@@ -316,15 +298,15 @@ class _TransactionBuilder:
         self._add_key(key)  # Of a series it says which numbers are used.
         if not is_known:
             self._add_key(SharedKey(TIMES, directory))
-            for name in list_local_names(self._db, directory):
+            for name in keys.list_local_names(self._db, directory):
                 self._add_key(name)
 
     def _add_inode_conditions(self, key: SharedKey, known: CachedValue, value: bytes | None) -> None:
         """Add what must hold for a change of an inode, and what changes with it."""
-        before, now = known.fields, decode_value(value)
+        before, now = known.fields, keys.decode_value(value)
         kind = stat.S_IFMT((now or before or {"mode": 0})["mode"])
         if _is_chosen(before) != _is_chosen(now):
-            chosen = encode_chosen_key(key.number)
+            chosen = keys.encode_chosen_key(key.number)
             self._transaction.chosen_changes[chosen] = Put(chosen, b"1") if _is_chosen(now) else Delete(chosen)
         if now is None:
             self._add_changed_names(key.number)
@@ -344,7 +326,7 @@ class _TransactionBuilder:
 
     def _include_one_name(self, inode: int) -> None:
         """Add one name of a new inode, which would else list names that may never be published."""
-        names = list_local_names(self._db, inode)
+        names = keys.list_local_names(self._db, inode)
         if not any(name in self._keys_of_change or name in self._transaction.new_values for name in names):
             for name in [name for name in names if self._is_missing(name)][:1]:
                 self._add_key(name)
@@ -382,7 +364,7 @@ class _TransactionBuilder:
             return
         waiting: dict[SharedKey, list[SharedKey]] = {}
         for key in [key for key, value in self._transaction.new_values.items() if key.kind == NAME and value is None]:
-            others = list_local_names(self._db, _get_child(self._get_cached(key).raw))
+            others = keys.list_local_names(self._db, _get_child(self._get_cached(key).raw))
             if others and not any(other in self._transaction.new_values or not key_state.is_dirty(self._db, other) for other in others):
                 waiting[key] = others
         rest = {*self._transaction.new_values, *self._transaction.unchanged_keys} - {*waiting} - self._transaction.deleted_later
@@ -396,7 +378,7 @@ class _TransactionBuilder:
 
 def _get_child(entry: bytes | None) -> int:
     """Return the inode that a name leads to; 0 for none."""
-    return int((decode_value(entry) or {"child": 0})["child"])
+    return int((keys.decode_value(entry) or {"child": 0})["child"])
 
 
 def _is_chosen(inode: Value | None) -> bool:

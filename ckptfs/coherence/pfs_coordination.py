@@ -22,29 +22,9 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
 from ckptfs.catalog.pfs_state import ExpectedEntry, PfsName
-from ckptfs.coherence import key_state, read, store_loss
+from ckptfs.coherence import key_state, keys, read, store_loss
 from ckptfs.coherence.key_state import CachedValue
-from ckptfs.coherence.keys import (
-    CONTENT,
-    INODE,
-    JOURNAL_ROW,
-    NAME,
-    PFS_NAME,
-    PFS_STATE,
-    TIMES,
-    SharedKey,
-    Value,
-    build_names_prefix,
-    build_row_name,
-    decode_names,
-    decode_value,
-    encode_fields,
-    encode_key,
-    encode_value,
-    get_value,
-    omit_fields,
-    parse_row,
-)
+from ckptfs.coherence.keys import CONTENT, INODE, JOURNAL_ROW, NAME, PFS_NAME, PFS_STATE, TIMES, SharedKey, Value, encode_key
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.coherence.value_checks import UNREADABLE, decode_item, parse_key, parse_value
 from ckptfs.errors import Busy
@@ -62,7 +42,7 @@ def list_published_rows(db: Database, instance: str, rows: list[JournalRow]) -> 
 
 def build_row_key(db: Database, instance: str, row: JournalRow) -> SharedKey:
     """Return the key of a row of this node's journal."""
-    return SharedKey(JOURNAL_ROW, identity.get_node_number(db), build_row_name(instance, row.seq))
+    return SharedKey(JOURNAL_ROW, identity.get_node_number(db), keys.build_row_name(instance, row.seq))
 
 
 def load_inodes(db: Database, store: Transactions, *inodes: int) -> "StoreSnapshot":
@@ -102,26 +82,26 @@ class StoreSnapshot:
         self._is_loading = self._is_guessing = True
         try:
             # What the catalog knows leads to most keys at once. Of these, `store_values` gets what is needed by what the store says.
-            keys = list(dict.fromkeys(self._list_needed_keys(instance, rows, inodes)))
+            guessed = list(dict.fromkeys(self._list_needed_keys(instance, rows, inodes)))
             self._is_guessing = False
-            self._guessed = self._read(keys)
+            self._guessed = self._read(guessed)
             for _ in range(ROUNDS_MAX):
                 wanted = dict.fromkeys(self._list_needed_keys(instance, rows, inodes))
-                keys = [key for key in wanted if key not in self.store_values]
-                if not keys:
+                missing = [key for key in wanted if key not in self.store_values]
+                if not missing:
                     self._require_consistent()
                     return self._require_published()
-                found = self._read(keys)
+                found = self._read(missing)
                 self.store_values |= found
                 self._apply_to_catalog(found)
         finally:
             self._is_loading = self._is_guessing = False
         raise Busy("what is to be written back moves about")
 
-    def _read(self, keys: list[SharedKey]) -> dict[SharedKey, StoreValue]:
+    def _read(self, wanted: list[SharedKey]) -> dict[SharedKey, StoreValue]:
         """Return what the store says of these keys, or of those among them that were read already."""
-        known = {key: self._guessed[key] for key in keys if key in self._guessed}
-        return known or read.load_values(self._store, keys)
+        known = {key: self._guessed[key] for key in wanted if key in self._guessed}
+        return known or read.load_values(self._store, wanted)
 
     def _require_consistent(self) -> None:
         """Raise Busy if a node changed between two reads under which names the PFS shows an inode."""
@@ -191,8 +171,8 @@ class StoreSnapshot:
         """Return the names that the PFS shows in a directory, or is about to show."""
         if directory not in self._pfs_names:
             _, items = read_all(self._store, encode_key(SharedKey(PFS_NAME, directory)), keys_only=True)
-            keys = [parse_key(item.key) for item in items]
-            self._pfs_names[directory] = [(directory, key.name) for key in keys if key is not None]
+            found = [parse_key(item.key) for item in items]
+            self._pfs_names[directory] = [(directory, key.name) for key in found if key is not None]
         return self._pfs_names[directory]
 
     def is_named_elsewhere(self, inode: int, name: PfsName) -> bool:
@@ -200,7 +180,7 @@ class StoreSnapshot:
         if self._named_elsewhere is None:
             own = encode_key(SharedKey(JOURNAL_ROW, identity.get_node_number(self._db)))
             _, items = read_all(self._store, JOURNAL_ROW.encode() + b"/")
-            rows = [parse_row(value, 0) for item in items if not item.key.startswith(own) and (value := decode_item(item)) is not None]
+            rows = [keys.parse_row(value, 0) for item in items if not item.key.startswith(own) and (value := decode_item(item)) is not None]
             self._named_elsewhere = {(row.inode, one) for row in rows for one in row.names}
         return (inode, name) in self._named_elsewhere
 
@@ -208,7 +188,7 @@ class StoreSnapshot:
         """Return the value of a key. Returns None if it is missing or was not read."""
         one = self.store_values.get(key)
         if one is None and self._is_guessing:
-            return get_value(self._db, key)
+            return keys.get_value(self._db, key)
         if one is None and key.kind in {INODE, PFS_STATE} and not self._is_loading:
             raise NotLoaded(key.number)
         return None if one is None else one.value.fields
@@ -257,19 +237,19 @@ class StoreSnapshot:
         if value is None or inode == ROOT:
             return []
         if "names" in value:
-            return decode_names(value["names"])
+            return keys.decode_names(value["names"])
         name = self._get_directory_name(inode, value["parent"])
         return [] if name is None else [name]
 
     def list_pfs_names(self, inode: int) -> list[PfsName]:
         """Return the names under which the PFS shows an inode."""
         value = self.get_value(SharedKey(PFS_STATE, inode))
-        return [] if value is None else decode_names(value["names"])
+        return [] if value is None else keys.decode_names(value["names"])
 
     def _list_all_names(self, inode: int) -> list[PfsName]:
         """Return the names of an inode in the tree, on the PFS, and in the batch of a node that changes them."""
         value = self.get_value(SharedKey(PFS_STATE, inode)) or {}
-        return [*self.list_names(inode), *self.list_pfs_names(inode), *decode_names(value.get("changing", ()))]
+        return [*self.list_names(inode), *self.list_pfs_names(inode), *keys.decode_names(value.get("changing", ()))]
 
     def get_writer(self, content: int) -> int:
         """Return the node that wrote a content last; 0 if the store knows none."""
@@ -297,9 +277,9 @@ class StoreSnapshot:
                 self.store_values |= self._read([key])
             if self.get_child((parent, key.name)) == directory:
                 return parent, key.name
-        for item in (item for _, items in iter_pages(self._store, build_names_prefix(parent)) for item in items):
+        for item in (item for _, items in iter_pages(self._store, keys.build_names_prefix(parent)) for item in items):
             named = parse_key(item.key)
-            if named is not None and (decode_value(parse_value(named, item)) or {"child": 0})["child"] == directory:
+            if named is not None and (keys.decode_value(parse_value(named, item)) or {"child": 0})["child"] == directory:
                 return parent, named.name
         return None
 
@@ -329,27 +309,28 @@ def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
 
 def publish_intents(db: Database, store: Transactions, snapshot: StoreSnapshot, batch: PfsBatch, instance: str) -> None:
     """Announce a batch. Raises Busy if something that its plan rests on changed, and StoreUnreachable."""
-    keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(_list_subjects(db, batch)))]
-    compares = [_build_unchanged_compare(snapshot, key) for key in keys]
+    subjects = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(_list_subjects(db, batch)))]
+    compares = [_build_unchanged_compare(snapshot, key) for key in subjects]
     for show in batch.expected_entries:
         if show.inode is not None and snapshot.get_child((show.location.parent, show.location.name)) == show.inode:
             compares.append(_build_unchanged_compare(snapshot, SharedKey(NAME, show.location.parent, show.location.name)))
     mine = {"by": identity.get_node_number(db), "of": instance, "batch": batch.last_seq}
     values = {
-        key: (_build_intent(db, batch, key) if key.kind == PFS_NAME else _build_inode_intent(snapshot, batch, key)) | mine for key in keys
+        key: (_build_intent(db, batch, key) if key.kind == PFS_NAME else _build_inode_intent(snapshot, batch, key)) | mine
+        for key in subjects
     }
-    changes = [Put(encode_key(key), encode_fields(value)) for key, value in values.items()]
-    outcome = store.commit(compares, changes, read.build_gets(keys))
+    changes = [Put(encode_key(key), keys.encode_fields(value)) for key, value in values.items()]
+    outcome = store.commit(compares, changes, read.build_gets(subjects))
     if outcome.succeeded:
-        revisions = dict.fromkeys(keys, outcome.revision)
+        revisions = dict.fromkeys(subjects, outcome.revision)
     else:
-        told = read.parse_outcome(keys, outcome)
-        if not all(told[key].value.fields == values[key] for key in keys) or not keys:
+        told = read.parse_outcome(subjects, outcome)
+        if not all(told[key].value.fields == values[key] for key in subjects) or not subjects:
             raise Busy("another node has changed what this was planned on")
-        revisions = {key: told[key].value.revision for key in keys}
+        revisions = {key: told[key].value.revision for key in subjects}
     with db.transaction():
         for key, value in values.items():
-            key_state.set_cached(db, key, CachedValue(revisions[key], encode_value(value)))
+            key_state.set_cached(db, key, CachedValue(revisions[key], keys.encode_value(value)))
 
 
 def _build_unchanged_compare(snapshot: StoreSnapshot, key: SharedKey) -> Compare:
@@ -359,7 +340,7 @@ def _build_unchanged_compare(snapshot: StoreSnapshot, key: SharedKey) -> Compare
 def _build_intent(db: Database, batch: PfsBatch, key: SharedKey) -> Value:
     """Return the intent for a name: what it shows now, after the batch (`next`), and between (`passes`)."""
     *passed, last = [_build_step(db, batch, change) for change in batch.name_changes if change.location.pfs_name == (key.number, key.name)]
-    value = (get_value(db, key) or {"inode": 0}) | {"temporary": _list_temporaries(batch, key)}
+    value = (keys.get_value(db, key) or {"inode": 0}) | {"temporary": _list_temporaries(batch, key)}
     if last[0]:
         value |= {"next": last[0], "ino": last[1]} | ({"published": last[2]} if last[2] else {})
     return value | ({"passes": passed} if passed else {})
@@ -396,8 +377,8 @@ def resume_intents(db: Database, store: Transactions, batch: PfsBatch, instance:
 
     Return False if it was never announced, or another node has resolved it.
     """
-    keys, mine = list_pfs_name_keys(batch), (identity.get_node_number(db), instance, batch.announced_seq or batch.last_seq)
-    told = read.load_values(store, keys)
+    names, mine = list_pfs_name_keys(batch), (identity.get_node_number(db), instance, batch.announced_seq or batch.last_seq)
+    told = read.load_values(store, names)
     for one in told.values():
         value = one.value.fields or {}
         if (value.get("by"), value.get("of"), value.get("batch")) != mine:
@@ -411,16 +392,16 @@ def resume_intents(db: Database, store: Transactions, batch: PfsBatch, instance:
 def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: ObservedNames, snapshot: StoreSnapshot) -> list[int]:
     """Record what the PFS shows. Return inodes with newer attributes. Raises Busy if taken for dead."""
     subjects = _list_subjects(db, batch) | set(pfs_batch.list_unfinished(batch, found))
-    keys = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
-    values = _build_final_values(db, batch, found, keys)
+    changed = [*list_pfs_name_keys(batch), *(SharedKey(PFS_STATE, inode) for inode in sorted(subjects))]
+    values = _build_final_values(db, batch, found, changed)
     changes = [Delete(encode_key(key)) if value is None else Put(encode_key(key), value) for key, value in values.items()]
-    names = [key for key in keys if key.kind == PFS_NAME]
+    names = [key for key in changed if key.kind == PFS_NAME]
     compares = [Compare(encode_key(key), CompareTarget.MOD, "=", key_state.get_cached(db, key).revision) for key in names]
     attributes = [SharedKey(INODE, inode) for inode in sorted(subjects)]
-    outcome = store.commit(compares, [*changes, *read.build_gets(attributes)], read.build_gets(keys))
+    outcome = store.commit(compares, [*changes, *read.build_gets(attributes)], read.build_gets(changed))
     if outcome.succeeded:
         revision, items = outcome.revision, outcome.results
-    elif all(one.value.raw == values[key] for key, one in read.parse_outcome(keys, outcome).items()):
+    elif all(one.value.raw == values[key] for key, one in read.parse_outcome(changed, outcome).items()):
         revision, items = outcome.revision, ()
     else:
         raise Busy("this node was taken for dead, and another one settled what it had in hand")
@@ -428,7 +409,7 @@ def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: 
         pfs_batch.record_batch_done(db, batch, found)
         for key, value in values.items():
             key_state.set_cached(db, key, CachedValue(revision, value))
-        published = [key for key, value in values.items() if encode_value(get_value(db, key)) == value]
+        published = [key for key, value in values.items() if keys.encode_value(keys.get_value(db, key)) == value]
         key_state.mark_clean(db, published, key_state.get_last_change(db))
     if not items:
         return sorted(subjects)
@@ -436,13 +417,13 @@ def complete_intents(db: Database, store: Transactions, batch: PfsBatch, found: 
     return [key.number for key in attributes if key in snapshot.store_values and told[key] not in (0, snapshot.get_revision(key))]
 
 
-def _build_final_values(db: Database, batch: PfsBatch, found: ObservedNames, keys: Iterable[SharedKey]) -> dict[SharedKey, bytes | None]:
+def _build_final_values(db: Database, batch: PfsBatch, found: ObservedNames, wanted: Iterable[SharedKey]) -> dict[SharedKey, bytes | None]:
     """Return the values of these keys after the batch."""
     values: dict[SharedKey, bytes | None] = {}
     try:
         with db.transaction():
             pfs_batch.record_batch_done(db, batch, found)
-            values = {key: encode_value(get_value(db, key)) for key in keys}
+            values = {key: keys.encode_value(keys.get_value(db, key)) for key in wanted}
             raise _RolledBack
     except _RolledBack:
         return values
@@ -460,10 +441,10 @@ def resolve_abandoned_intent(store: Transactions, key: SharedKey, cached: Cached
         told = {key: cached} | {subject: one.value for subject, one in read_values.items()}
         before = {subject.number: one.value.fields or {"names": []} for subject, one in read_values.items()}
         shows, states = choose_outcome((key.number, key.name), intent, before, found)
-        changes = [Put(encode_key(key), encode_fields({"inode": shows})) if shows else Delete(encode_key(key))]
+        changes = [Put(encode_key(key), keys.encode_fields({"inode": shows})) if shows else Delete(encode_key(key))]
     for inode, state in states.items():
         wire = encode_key(SharedKey(PFS_STATE, inode))
-        changes.append(Put(wire, encode_fields(state)) if state["names"] or "by" in state else Delete(wire))
+        changes.append(Put(wire, keys.encode_fields(state)) if state["names"] or "by" in state else Delete(wire))
     store.commit([Compare(encode_key(one), CompareTarget.MOD, "=", value.revision) for one, value in told.items()], changes)
 
 
@@ -529,7 +510,7 @@ def _build_observed(state: Value, found: ObservedStat) -> Value:
 
 
 def _strip_intent(value: Value) -> Value:
-    return omit_fields(value, "by", "of", "batch", "changing")
+    return keys.omit_fields(value, "by", "of", "batch", "changing")
 
 
 def load_names(db: Database, store: Transactions, directory: int) -> None:
@@ -556,10 +537,10 @@ def refresh_names(db: Database, store: Transactions, directory: int, names: Sequ
 
 
 def _refresh_batch(db: Database, store: Transactions, directory: int, names: Sequence[bytes]) -> set[bytes]:
-    keys = [SharedKey(kind, directory, name) for name in names for kind in (NAME, PFS_NAME)]
-    told = read.load_values(store, keys)
-    subjects = {value["child"] for key in keys if key.kind == NAME and (value := told[key].value.fields)}
-    subjects |= {value["inode"] for key in keys if key.kind == PFS_NAME and (value := told[key].value.fields)}
+    wanted = [SharedKey(kind, directory, name) for name in names for kind in (NAME, PFS_NAME)]
+    told = read.load_values(store, wanted)
+    subjects = {value["child"] for key in wanted if key.kind == NAME and (value := told[key].value.fields)}
+    subjects |= {value["inode"] for key in wanted if key.kind == PFS_NAME and (value := told[key].value.fields)}
     told |= read.read_inodes(store, sorted(subjects - {0}))
     read.apply_values(
         db, {key: one for key, one in told.items() if key.kind in {PFS_NAME, PFS_STATE} or one.value.raw is not None}, RecentDeletes()

@@ -20,29 +20,11 @@ from typing import Any
 from ckptfs.catalog import handles, history, history_names, identity, journal, namespace, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
-from ckptfs.coherence import key_state, merge, read, salvage_records
+from ckptfs.coherence import key_state, keys, merge, read, salvage_records
 from ckptfs.coherence.commit import StoreTransaction
 from ckptfs.coherence.conflict import CommitResult, ConflictResolver
 from ckptfs.coherence.key_state import ABSENT, CachedValue
-from ckptfs.coherence.keys import (
-    CONFLICT_MARK,
-    CONTENT,
-    INODE,
-    ISLAND_MARK,
-    JOURNAL_ROW,
-    NAME,
-    TIMES,
-    SharedKey,
-    Value,
-    build_conflict_names,
-    build_row_name,
-    count_in_history,
-    get_value,
-    list_local_names,
-    list_shared_names,
-    omit_fields,
-    write_value,
-)
+from ckptfs.coherence.keys import CONFLICT_MARK, CONTENT, INODE, ISLAND_MARK, JOURNAL_ROW, NAME, TIMES, SharedKey, Value
 from ckptfs.coherence.ownership import is_shared
 from ckptfs.coherence.read import RecentDeletes, StoreValue
 from ckptfs.model import ROOT
@@ -61,7 +43,7 @@ def record_missed(db: Database, store_values: Mapping[SharedKey, CachedValue]) -
     """
     with key_state.change_unmarked(db):
         for key, now in store_values.items():
-            base, ours, theirs = key_state.get_cached(db, key).fields, get_value(db, key), now.fields
+            base, ours, theirs = key_state.get_cached(db, key).fields, keys.get_value(db, key), now.fields
             if base and theirs is None:
                 key_state.mark_dirty(db, key)
             if base and ours and theirs and merge.is_closed_since(base, theirs) and not merge.is_still_salvaged(theirs, base, ours):
@@ -86,7 +68,7 @@ class ReintegrationResolver(ConflictResolver):
     def resolve(self) -> CommitResult:
         """Resolve all conflicts; names that are undone first, conflict names last."""
         for key, one in self._extra_values.items():
-            if one.value.raw is not None and not self._is_cached(key) and get_value(self._db, key) is None:
+            if one.value.raw is not None and not self._is_cached(key) and keys.get_value(self._db, key) is None:
                 read.apply_value(self._db, key, one.value, one.read_revision, self._recent_deletes)
         result = super().resolve()
         for key, now in self._conflicting_names.items():
@@ -115,7 +97,7 @@ class ReintegrationResolver(ConflictResolver):
 
         Names in sets do not count. That others show a previous state of the file is no write.
         """
-        known, ours = key_state.get_cached(self._db, key).fields or {}, get_value(self._db, key)
+        known, ours = key_state.get_cached(self._db, key).fields or {}, keys.get_value(self._db, key)
         if theirs is None or merge.is_still_salvaged(theirs, known):
             return False
         is_written = any(theirs.get(name) != known.get(name) for name in merge.CONTENT_FIELDS)
@@ -123,11 +105,11 @@ class ReintegrationResolver(ConflictResolver):
 
     def _is_unnamed(self, inode: int, theirs: Value | None = None) -> bool:
         """Return True if no name outside sets leads to a file. `theirs`: see `list_shared_names`."""
-        names = list_shared_names(self._db, inode, theirs)
-        return count_in_history(names) == len(names)
+        names = keys.list_shared_names(self._db, inode, theirs)
+        return keys.count_in_history(names) == len(names)
 
     def _list_names_outside_sets(self, inode: int) -> list[SharedKey]:
-        return [name for name in list_local_names(self._db, inode) if not identity.is_history_directory(name.number)]
+        return [name for name in keys.list_local_names(self._db, inode) if not identity.is_history_directory(name.number)]
 
     def _list_live_names(self, inode: int) -> set[SharedKey]:
         """Return the dirty names of a file outside sets: the removal of a set is whole, or none."""
@@ -173,7 +155,7 @@ class ReintegrationResolver(ConflictResolver):
         if there not in (0, here):
             known = key_state.get_cached(self._db, SharedKey(INODE, there)).fields
             if not self._get_mode(there) and known is not None:
-                write_value(self._db, SharedKey(INODE, there), known)  # This node has forgotten it; its deletion is not published.
+                keys.write_value(self._db, SharedKey(INODE, there), known)  # This node has forgotten it; its deletion is not published.
             child = self._extra_values.get(SharedKey(INODE, there))
             if self._get_mode(there):
                 if here:  # Else this node removed the set, which goes as a whole.
@@ -187,10 +169,10 @@ class ReintegrationResolver(ConflictResolver):
         is_directory = self._is_directory(here), self._is_directory(there)
         if all(is_directory) and not is_shared(self._db, here):
             self._merge_directories(here, there)
-            write_value(self._db, key, now.fields)
+            keys.write_value(self._db, key, now.fields)
         elif any(is_directory) or self._get_last_write(there) > self._get_last_write(here):
             self._add_conflict_name(key, here)
-            write_value(self._db, key, now.fields)
+            keys.write_value(self._db, key, now.fields)
         else:
             self._add_conflict_name(key, there)
 
@@ -204,14 +186,14 @@ class ReintegrationResolver(ConflictResolver):
         self._add_first_free_name(key.number, key.name.split(CONFLICT_MARK)[0], CONFLICT_MARK, child)
 
     def _add_first_free_name(self, directory: int, stem: bytes, mark: bytes, child: int) -> None:
-        for name in build_conflict_names(stem, mark, self._node_label):
+        for name in keys.build_conflict_names(stem, mark, self._node_label):
             beside = SharedKey(NAME, directory, name)
             if not self._get_local_child(beside) and not self._is_cached(beside):
                 self._insert_name(beside, child)
                 return
 
     def _insert_name(self, key: SharedKey, child: int) -> None:
-        write_value(self._db, key, {"child": child})
+        keys.write_value(self._db, key, {"child": child})
         key_state.mark_dirty(self._db, key)
         key_state.mark_dirty(self._db, SharedKey(INODE, child))
         self._append_journal_row("make", child, parent=key.number, name=key.name)
@@ -221,7 +203,7 @@ class ReintegrationResolver(ConflictResolver):
         self._inodes_to_recount.add(key.number)
         child = (now.fields or {"child": 0})["child"]
         now = now if child and self._get_mode(child) else ABSENT
-        write_value(self._db, key, now.fields)
+        keys.write_value(self._db, key, now.fields)
         key_state.set_cached(self._db, key, now)
 
     def _merge_directories(self, ours: int, theirs: int) -> None:
@@ -230,7 +212,7 @@ class ReintegrationResolver(ConflictResolver):
             history.record_used_numbers(self._db, theirs, history.get_next_number(self._db, ours))
         for name, child in self._db.rows("SELECT name, child FROM entry WHERE parent = ?", ours):
             old, new = SharedKey(NAME, ours, bytes(name)), SharedKey(NAME, theirs, bytes(name))
-            write_value(self._db, old, None)
+            keys.write_value(self._db, old, None)
             key_state.mark_dirty(self._db, old)
             directory = self._is_directory(child)
             if directory and (found := history.get_set(self._db, child)) is not None:
@@ -260,12 +242,12 @@ class ReintegrationResolver(ConflictResolver):
                 directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
             for parent, name, is_directory in [*namespace.iterate_names_below(self._db, directory)] if directory else []:
                 self._remove_name(SharedKey(NAME, parent, name), is_directory=is_directory)
-            for key in list_local_names(self._db, directory) if directory else []:
+            for key in keys.list_local_names(self._db, directory) if directory else []:
                 self._remove_name(key, is_directory=True)
 
     def _remove_name(self, key: SharedKey, *, is_directory: bool) -> None:
         child = self._get_local_child(key)
-        write_value(self._db, key, None)
+        keys.write_value(self._db, key, None)
         key_state.mark_dirty(self._db, key)
         self._inodes_to_recount.add(child)
         if is_directory:
@@ -277,7 +259,7 @@ class ReintegrationResolver(ConflictResolver):
         """Give such sets new numbers: they may be all that is left of what this node closed."""
         for name, found in super()._record_used_numbers(key, now).items():
             new = history.set_next_number(self._db, key.number, found, name.name)
-            write_value(self._db, name, None)
+            keys.write_value(self._db, name, None)
             self._insert_name(name._replace(name=new), found.directory)
         return {}
 
@@ -306,7 +288,7 @@ class ReintegrationResolver(ConflictResolver):
         content, nlink = self._db.row("SELECT content, nlink FROM inode WHERE id = ?", inode) or (None, 0)
         if not nlink or (content is not None and not journal.has_local_copy(self._db, content)):
             return False
-        now = get_value(self._db, SharedKey(INODE, inode)) or {}
+        now = keys.get_value(self._db, SharedKey(INODE, inode)) or {}
         before = key_state.get_cached(self._db, SharedKey(INODE, inode)).fields or {}
         return any(now.get(name) != before.get(name) for name in merge.CONTENT_FIELDS) or any(
             self._get_local_child(key) == inode != self._get_store_child(key) for key in key_state.list_dirty_names(self._db)
@@ -324,7 +306,7 @@ class ReintegrationResolver(ConflictResolver):
         if is_directory:
             self._delete_known_names(inode)
             self._delete_stale_names(inode)
-        names = list_local_names(self._db, inode)
+        names = keys.list_local_names(self._db, inode)
         self._mark_unpublished(key for key in names if self._get_store_child(key) == inode)
         if content is not None:
             self._append_journal_row("content", inode, content=content)  # Earlier rows are about another file.
@@ -338,38 +320,38 @@ class ReintegrationResolver(ConflictResolver):
         for (name,) in self._db.rows("SELECT name FROM entry WHERE parent = ?", inode):
             key = SharedKey(NAME, inode, bytes(name))
             if self._get_local_child(key) == self._get_store_child(key):
-                write_value(self._db, key, None)
+                keys.write_value(self._db, key, None)
             key_state.set_cached(self._db, key, ABSENT)
 
     def _delete_stale_names(self, directory: int) -> None:
         """Delete cached names from which others have moved this directory."""
-        names = list_local_names(self._db, directory)
+        names = keys.list_local_names(self._db, directory)
         names.sort(key=lambda key: (key_state.is_dirty(self._db, key), key_state.get_cached(self._db, key).revision))
         for key in names[:-1]:
-            write_value(self._db, key, None)
+            keys.write_value(self._db, key, None)
             key_state.set_cached(self._db, key, ABSENT)
             self._inodes_to_recount.add(key.number)
 
-    def _mark_unpublished(self, keys: Iterable[SharedKey]) -> None:
+    def _mark_unpublished(self, unpublished: Iterable[SharedKey]) -> None:
         """Mark keys as missing in the store, so that they are published again."""
-        for key in keys:
+        for key in unpublished:
             key_state.set_cached(self._db, key, ABSENT)
             key_state.mark_dirty(self._db, key)
 
     def _append_journal_row(self, op: str, inode: int, **what: Any) -> None:
         if self._db.is_journalled:
             journal.append(self._db, op, inode, **what)
-            row = build_row_name(journal.get_instance_id(self._db), journal.get_last_seq(self._db, inode))
+            row = keys.build_row_name(journal.get_instance_id(self._db), journal.get_last_seq(self._db, inode))
             key_state.mark_dirty(self._db, SharedKey(JOURNAL_ROW, identity.get_node_number(self._db), row))
 
     # --- what both wrote ----------------------------------------------------------------------------------------------
 
     def _merge_key(self, key: SharedKey, now: CachedValue) -> None:
-        base, ours, theirs = key_state.get_cached(self._db, key).fields, get_value(self._db, key), now.fields
+        base, ours, theirs = key_state.get_cached(self._db, key).fields, keys.get_value(self._db, key), now.fields
         is_written = key.kind == INODE and handles.has_writer(self._db, key.number)
         if key.kind == INODE and base and ours and theirs and not is_written and self._split_file(key, base, ours, theirs):
             missed = merge.merge_missed(base, ours, theirs, ends_own=True)
-            write_value(self._db, key, {**omit_fields(theirs, "missed"), **missed})
+            keys.write_value(self._db, key, {**keys.omit_fields(theirs, "missed"), **missed})
             key_state.set_cached(self._db, key, now)
             return
         if is_written:
@@ -394,7 +376,7 @@ class ReintegrationResolver(ConflictResolver):
         made = identity.allocate_id(self._db, "inode")
         assert made is not None
         self._db.run("UPDATE content SET inode = ? WHERE id = ?", made, content)
-        write_value(self._db, SharedKey(INODE, made), ours)
+        keys.write_value(self._db, SharedKey(INODE, made), ours)
         self._inodes_to_recount |= {made, key.number}
         self._mark_unpublished([SharedKey(INODE, made), SharedKey(CONTENT, content)])
         self._name_split_file(key.number, made, later=merge.get_write_order(ours) > merge.get_write_order(theirs))
@@ -406,7 +388,7 @@ class ReintegrationResolver(ConflictResolver):
 
         Names in sets that only this node knows are ours.
         """
-        names = list_local_names(self._db, theirs)
+        names = keys.list_local_names(self._db, theirs)
         for key in [name for name in names if identity.is_history_directory(name.number) and self._get_store_child(name) != theirs]:
             self._insert_name(key, ours)
         for key in self._list_names_outside_sets(theirs)[:1]:

@@ -18,20 +18,9 @@ import trio
 from ckptfs import limits
 from ckptfs.catalog import identity
 from ckptfs.catalog.database import Database
+from ckptfs.clique import membership
 from ckptfs.clique.cluster import ClusterLocks
-from ckptfs.clique.membership import (
-    NODES_END,
-    NODES_PREFIX,
-    ClusterView,
-    MemberTable,
-    NameTaken,
-    Node,
-    NodeLease,
-    ViewChange,
-    decode_node,
-    encode_node,
-    load_nodes,
-)
+from ckptfs.clique.membership import ClusterView, MemberTable, NameTaken, Node, NodeLease, ViewChange
 from ckptfs.config import Config
 from ckptfs.errors import CATALOG_FAILURES, CkptfsError, Compacted, StoreUnreachable
 from ckptfs.store.kv import Store, WatchEvents
@@ -62,7 +51,7 @@ class MembershipService:
         self.node_lease = NodeLease(store, node, identity.get_catalog_id(db), is_member=is_member)
         self.locks = ClusterLocks(store, self.node_lease)
         self._db, self._store, self._report = db, store, report
-        cached_nodes = (decode_node(record) for record in identity.list_last_members(db))
+        cached_nodes = (membership.decode_node(record) for record in identity.list_last_members(db))
         self._member_table = MemberTable(node, (one for one in cached_nodes if one is not None))
         self.view = self._member_table.build_view()  # The newest known view. This node is always alive in it.
         self._view_listeners: list[ViewListener] = []
@@ -114,7 +103,7 @@ class MembershipService:
     async def _run_watch_loop(self) -> None:
         while True:
             try:
-                nodes, revision = await _run_in_thread(lambda: load_nodes(self._store))
+                nodes, revision = await _run_in_thread(lambda: membership.load_nodes(self._store))
                 self._member_table.replace_nodes(nodes, trio.current_time())
                 self._has_read = True
                 self._record_store_answer()
@@ -127,7 +116,7 @@ class MembershipService:
 
     async def _watch_nodes(self, revision: int) -> None:
         """Apply every change from that revision on, until the watch ends."""
-        with contextlib.closing(self._store.watch(NODES_PREFIX, NODES_END, revision)) as watch:
+        with contextlib.closing(self._store.watch(membership.NODES_PREFIX, membership.NODES_END, revision)) as watch:
             while (events := await _run_in_thread(lambda: next(watch, None))) is not None:
                 self._apply_events(events)
 
@@ -136,8 +125,8 @@ class MembershipService:
         for event in batch.events:
             if event.item is None:
                 with contextlib.suppress(ValueError):  # The key is not that of a record.
-                    self._member_table.mark_gone(int(event.key[len(NODES_PREFIX) :], 16), trio.current_time())
-            elif (node := decode_node(event.item.value)) is not None:
+                    self._member_table.mark_gone(int(event.key[len(membership.NODES_PREFIX) :], 16), trio.current_time())
+            elif (node := membership.decode_node(event.item.value)) is not None:
                 self._member_table.mark_alive(node)
                 self.node_lease.record_seen_node(node, event.revision)
         self._view_may_change.set()
@@ -167,7 +156,7 @@ class MembershipService:
         for listener in self._view_listeners:
             listener(change)
         with contextlib.suppress(*CATALOG_FAILURES):
-            await _run_in_thread(lambda: identity.record_last_members(self._db, [encode_node(node) for node in now.nodes]))
+            await _run_in_thread(lambda: identity.record_last_members(self._db, [membership.encode_node(node) for node in now.nodes]))
 
     # --- failures ----------------------------------------------------------------------------------------------------
 

@@ -24,16 +24,6 @@ from ckptfs.model import DataPath
 from ckptfs.tiers import prepared, space
 from ckptfs.tiers.prepared import KEEP_SIZE, PUNCH_HOLE, fallocate
 from ckptfs_daemon.fuse import killable, request, session
-from ckptfs_daemon.fuse.request import (
-    BLOCK_BYTES,
-    NEGATIVE_ENTRY_OUT,
-    PASSTHROUGH_BLKSIZE,
-    UNCACHED_NEGATIVE_ENTRY_OUT,
-    attr_out,
-    entry_out,
-    get_current_request,
-    open_out,
-)
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers, require_file_size
 from ckptfs_daemon.mount.handlers.latest_tree import LatestTree
@@ -58,11 +48,11 @@ class ShimHandlers:
     def __init__(self, context: MountContext, files: FileHandlers, latest: LatestTree) -> None:
         self._context, self._files, self._latest = context, files, latest
         is_passthrough, is_alone = context.data_path is DataPath.PASSTHROUGH, not context.shared_namespace.is_shared
-        self._blksize = PASSTHROUGH_BLKSIZE if is_passthrough else BLOCK_BYTES
+        self._blksize = request.PASSTHROUGH_BLKSIZE if is_passthrough else request.BLOCK_BYTES
         self._attr_timeout_s = limits.CACHE_TIMEOUT_S if is_alone else limits.SHARED_ATTRIBUTE_TIMEOUT_S
         self._written_attr_timeout_s = limits.WRITTEN_ATTRIBUTE_TIMEOUT_S if is_passthrough else self._attr_timeout_s
         self._entry_timeout_s = limits.CACHE_TIMEOUT_S if is_alone else 0
-        self._negative_entry_out = NEGATIVE_ENTRY_OUT if is_alone else UNCACHED_NEGATIVE_ENTRY_OUT
+        self._negative_entry_out = request.NEGATIVE_ENTRY_OUT if is_alone else request.UNCACHED_NEGATIVE_ENTRY_OUT
 
     def register(self) -> None:
         """Register all handlers with the shim, before the session is opened."""
@@ -163,7 +153,7 @@ class ShimHandlers:
         if self._context.open_files.is_on_pfs(inode.id):
             return False  # Its attributes may have to be waited for.
         inode = self._context.open_files.read_attributes(inode)
-        session.reply(req, entry_out(inode, self._blksize, self._get_attr_timeout_s(inode.id), self._entry_timeout_s))
+        session.reply(req, request.entry_out(inode, self._blksize, self._get_attr_timeout_s(inode.id), self._entry_timeout_s))
         if prefetch is not None:
             prefetch.record_reached(pid, inode.id)
         return True
@@ -174,22 +164,22 @@ class ShimHandlers:
         if self._context.open_files.is_on_pfs(number):
             return False
         inode = self._context.open_files.read_attributes(self._context.get_inode(number))
-        session.reply(req, attr_out(inode, self._blksize, self._get_attr_timeout_s(number)))
+        session.reply(req, request.attr_out(inode, self._blksize, self._get_attr_timeout_s(number)))
         return True
 
     def _get_attr_timeout_s(self, inode: int) -> float:
         return self._written_attr_timeout_s if self._context.open_files.is_open_for_writing(inode) else self._attr_timeout_s
 
     def _fast_create(self, req: int, parent: int, name: bytes, mode: int, uid: int, gid: int, pid: int) -> bool:
-        request = get_current_request()
-        is_slow = self._context.prefetch is not None or request.is_repeated
+        current = request.get_current_request()
+        is_slow = self._context.prefetch is not None or current.is_repeated
         if is_slow or parent >= limits.SHOWN_BIT or self._context.config.is_read_only:
             return False
-        attempt = CreateAttempt(self._context, request, parent, name, mode, (uid, gid), pid)
+        attempt = CreateAttempt(self._context, current, parent, name, mode, (uid, gid), pid)
         opened = attempt.try_nonblocking()
         if opened is None:
             return False
-        session.reply(req, entry_out(attempt.inode, self._blksize, self._written_attr_timeout_s) + self._pack_open_out(opened))
+        session.reply(req, request.entry_out(attempt.inode, self._blksize, self._written_attr_timeout_s) + self._pack_open_out(opened))
         return True
 
     def _pack_open_out(self, opened: OpenResult) -> bytes:
@@ -199,7 +189,7 @@ class ShimHandlers:
             flags |= session.FOPEN_PASSTHROUGH | session.FOPEN_NOFLUSH
         elif self._context.data_path is DataPath.BUFFERED:
             flags |= session.FOPEN_KEEP_CACHE
-        return open_out(opened.fh, flags, opened.backing_id)
+        return request.open_out(opened.fh, flags, opened.backing_id)
 
 
 def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
