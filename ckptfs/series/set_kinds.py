@@ -331,10 +331,11 @@ def _find_index_gap(directory: DirectoryFacts, name: bytes) -> str:
     return f"{text(name)} {index.flaw}" if index.flaw else ""
 
 
-_OF = re.compile(rb"(.*?)([0-9]+)([-_]of[-_])([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
-_WORLD = re.compile(rb"(.*world_?size_)([0-9]+)(_rank_)([0-9]+)(.*)", re.IGNORECASE | re.DOTALL)
+_OF = re.compile(rb"(?P<before>.*?)(?P<number>[0-9]+)(?P<after>[-_]of[-_](?P<total>[0-9]+).*)", re.IGNORECASE | re.DOTALL)
+_WORLD = re.compile(rb"(?P<before>.*world_?size_(?P<total>[0-9]+)_rank_)(?P<number>[0-9]+)(?P<after>.*)", re.IGNORECASE | re.DOTALL)
 _RANK = re.compile(
-    rb"(.*?(?:rank|shard|part|proc|process|processor|worker|node|rng_state|random_states|\.file)[-_.=]?)([0-9]+)(.*)",
+    rb"(?P<before>.*?(?:rank|shard|part|proc|process|processor|worker|node|rng_state|random_states|\.file)[-_.=]?)(?P<number>[0-9]+)"
+    rb"(?P<after>.*)",
     re.IGNORECASE | re.DOTALL,
 )
 _ZERO = re.compile(rb"(.*zero_pp_rank_)([0-9]+)(_mp_rank_)([0-9]+)(_.*)", re.DOTALL)
@@ -342,28 +343,12 @@ _ZERO = re.compile(rb"(.*zero_pp_rank_)([0-9]+)(_mp_rank_)([0-9]+)(_.*)", re.DOT
 
 def _find_of_gap(directory: DirectoryFacts) -> str:
     """Find a missing file of `00001-of-00004`, counted from 0 or from 1."""
-    groups: dict[tuple[bytes, ...], set[int]] = defaultdict(set)
-    for name in directory.names:
-        if found := _OF.fullmatch(name):
-            groups[found[1], found[3], found[4], found[5]].add(int(found[2]))
-    for (before, of, total, after), numbers in sorted(groups.items()):
-        first = 0 if 0 in numbers else 1
-        missing = _find_missing(numbers, first, first + int(total))
-        if missing is not None:
-            return f"{text(before)}{missing:0{len(total)}}{text(of + total + after)} is missing"
-    return ""
+    return _find_numbered_gap(directory.names, _OF, lambda numbers, total: (0, total) if 0 in numbers else (1, total + 1))
 
 
 def _find_world_gap(directory: DirectoryFacts) -> str:
     """Find a missing file of `world_size_4_rank_0`."""
-    groups: dict[tuple[bytes, ...], set[int]] = defaultdict(set)
-    for name in directory.names:
-        if found := _WORLD.fullmatch(name):
-            groups[found[1], found[2], found[3], found[5]].add(int(found[4]))
-    for (before, total, rank, after), numbers in sorted(groups.items()):
-        if (missing := _find_missing(numbers, 0, int(total))) is not None:
-            return f"{text(before + total + rank)}{missing}{text(after)} is missing"
-    return ""
+    return _find_numbered_gap(directory.names, _WORLD, lambda _, total: (0, total))
 
 
 def _find_rank_gap(directory: DirectoryFacts) -> str:
@@ -371,13 +356,24 @@ def _find_rank_gap(directory: DirectoryFacts) -> str:
 
     Only a comparison with other members shows how many there must be, and whether a single number counts ranks.
     """
-    groups: dict[tuple[bytes, bytes], dict[int, bytes]] = defaultdict(dict)
-    for name in directory.names:
-        if (found := _RANK.fullmatch(name)) and not _OF.fullmatch(name):
-            groups[found[1], found[3]][int(found[2])] = found[2]
-    for (before, after), numbers in sorted(groups.items()):
-        missing = _find_missing(numbers, min(*numbers, 1), max(numbers)) if len(numbers) > 1 else None
-        if missing is not None:
+    names = [name for name in directory.names if not _OF.fullmatch(name)]
+    return _find_numbered_gap(names, _RANK, lambda numbers, _: (min(*numbers, 1), max(numbers)) if len(numbers) > 1 else (0, 0))
+
+
+def _find_numbered_gap(
+    names: Iterable[bytes], pattern: re.Pattern[bytes], get_range: Callable[[Mapping[int, bytes], int], tuple[int, int]]
+) -> str:
+    """Find a missing file among names that differ in a number only.
+
+    `get_range` gets these numbers and the total in the names, and returns (first, end) of those that there must be.
+    """
+    groups: dict[tuple[bytes, bytes, int], dict[int, bytes]] = defaultdict(dict)
+    for name in names:
+        if found := pattern.fullmatch(name):
+            total = int(found.groupdict().get("total", 0))
+            groups[found["before"], found["after"], total][int(found["number"])] = found["number"]
+    for (before, after, total), numbers in sorted(groups.items()):
+        if (missing := _find_missing(numbers, *get_range(numbers, total))) is not None:
             return f"{text(before)}{missing:0{min(map(len, numbers.values()))}}{text(after)} is missing"
     return ""
 
