@@ -71,12 +71,9 @@ class TierStorage(TierRoot):
     def probe(self) -> None:
         """Raise the error of a disk that fails, or takes no file. May hang."""
         if self._failure is None:
-            try:
+            with self._recording_failure():
                 os.fstat(self.directory)  # XFS answers EIO after a shutdown.
                 self._measure_capacity()
-            except OSError as failure:
-                self.record_failure(failure)
-                raise
         if self._failure is not None:
             with self._lock:
                 self._failed_s = time.monotonic()
@@ -96,10 +93,18 @@ class TierStorage(TierRoot):
                 raise
         self.record_success()
 
+    @contextlib.contextmanager
+    def _recording_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as failure:
+            self.record_failure(failure)
+            raise
+
     def create(self, content: int, flags: int = os.O_RDWR) -> int:
         """Create and open an empty file for `content`. It replaces the file of a process that died."""
         flags |= os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        try:
+        with self._recording_failure():
             try:
                 fd = disk.open_file("tier:create", file_name(content), flags, 0o600, dir_fd=self.directory)
             except FileExistsError:
@@ -108,9 +113,6 @@ class TierStorage(TierRoot):
             except FileNotFoundError:
                 self._require_directory()
                 raise
-        except OSError as failure:
-            self.record_failure(failure)
-            raise
         self.record_success()
         if self.shares_filesystem:
             bound_allocation_ahead(fd)
@@ -118,21 +120,13 @@ class TierStorage(TierRoot):
 
     def open(self, content: int, flags: int = os.O_RDONLY) -> int:
         """Open the file of `content`. Raises ENOENT, and EWOULDBLOCK as open(2) under a lease."""
-        try:
+        with self._recording_failure():
             return disk.open_file("tier:open", file_name(content), flags | os.O_NOFOLLOW, dir_fd=self.directory)
-        except OSError as failure:
-            self.record_failure(failure)
-            raise
 
     def remove(self, content: int) -> None:
         """Delete the file of `content` if it exists."""
-        try:
+        with self._recording_failure(), contextlib.suppress(FileNotFoundError):
             disk.unlink("tier:remove", file_name(content), dir_fd=self.directory)
-        except FileNotFoundError:
-            pass
-        except OSError as failure:
-            self.record_failure(failure)
-            raise
 
     def rename(self, reserved_id: int, content: int) -> None:
         """Rename a file that was created under a reserved id. Readers of a replaced file keep it."""
@@ -161,13 +155,11 @@ class TierStorage(TierRoot):
 
     def stat(self, content: int) -> os.stat_result | None:
         """Return the status of the file of `content`; None without one."""
-        try:
-            return os.stat(file_name(content), dir_fd=self.directory, follow_symlinks=False)
-        except FileNotFoundError:
-            return None
-        except OSError as failure:
-            self.record_failure(failure)
-            raise
+        with self._recording_failure():
+            try:
+                return os.stat(file_name(content), dir_fd=self.directory, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
 
     def set_times(self, content: int, atime_ns: int | None, mtime_ns: int | None) -> os.stat_result:
         """Set the times of the file of `content`, of which None leaves one unchanged. Return its status."""
