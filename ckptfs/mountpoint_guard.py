@@ -12,8 +12,6 @@ Crash safety: the record is written before the guard is set, and clearing one th
 than recorded (device and inode) is not touched. An attribute that was set before the mount stays: it is the administrator's.
 """
 
-import ctypes
-import errno
 import fcntl
 import os
 import struct
@@ -21,12 +19,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from ckptfs import procfs
+from ckptfs import libc, procfs
 
 FS_IOC_GETFLAGS, FS_IOC_SETFLAGS, FS_IMMUTABLE_FL = 0x80086601, 0x40086602, 0x10
 CAP_LINUX_IMMUTABLE = 9
-MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
-UMOUNT_NOFOLLOW = 8
 COVER_SOURCE = "ckptfs-away"
 MODE_BITS = 0o555
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -118,10 +114,8 @@ def cover(guard: Guard) -> None:
     """Mount an empty read-only filesystem over a directory whose guard is `COVER`. Raises OSError."""
     if guard.kind is not GuardKind.COVER or _find_cover(guard.path):
         return
-    libc = ctypes.CDLL(None, use_errno=True)
-    flags = ctypes.c_ulong(MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC)
-    if libc.mount(COVER_SOURCE.encode(), os.fsencode(guard.path), b"tmpfs", flags, b"mode=0555,size=4096"):
-        _raise_errno(guard.path)
+    flags = libc.MS_RDONLY | libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC
+    libc.mount(COVER_SOURCE, guard.path, "tmpfs", flags, "mode=0555,size=4096")
 
 
 def clear(guard: Guard) -> bool:
@@ -147,11 +141,9 @@ def clear(guard: Guard) -> bool:
 
 def uncover(path: Path) -> bool:
     """Unmount the covers at `path`. Returns True if there was one. Raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
     found = False
     while _find_cover(path):
-        if libc.umount2(os.fsencode(path), UMOUNT_NOFOLLOW):
-            _raise_errno(path)
+        libc.unmount(path, libc.UMOUNT_NOFOLLOW)
         found = True
     return found
 
@@ -159,8 +151,3 @@ def uncover(path: Path) -> bool:
 def _find_cover(path: Path) -> bool:
     here = [entry for entry in procfs.list_mount_entries() if entry.mountpoint == path]
     return bool(here) and (here[-1].fstype, here[-1].source) == ("tmpfs", COVER_SOURCE)
-
-
-def _raise_errno(path: Path) -> None:
-    code = ctypes.get_errno()
-    raise OSError(code or errno.EIO, os.strerror(code or errno.EIO), str(path))

@@ -8,17 +8,15 @@ Crash safety: a process that ends while it prepares leaves huge pages on. The ne
 """
 
 import contextlib
-import ctypes
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from ckptfs import libc
+
 log = logging.getLogger(__name__)
 
-TMPFS_FLAGS = 2 | 4  # MS_NOSUID | MS_NODEV
-_MS_REMOUNT = 32
-_libc = ctypes.CDLL(None, use_errno=True)
+TMPFS_FLAGS = libc.MS_NOSUID | libc.MS_NODEV
 _BALLOON, _FREE_PAGE_REPORTING = Path("/sys/bus/virtio/drivers/virtio_balloon"), 5
 """The driver in sysfs, and the feature bit of its device (virtio 1.2, section 5.5.3)."""
 
@@ -57,7 +55,4 @@ def for_prepared_files(point: Path) -> Iterator[None]:
 
 
 def _set(point: Path, wanted: bool) -> None:
-    options = f"huge={'within_size' if wanted else 'never'}".encode()
-    if _libc.mount(b"ckptfs-ram", os.fsencode(point), b"tmpfs", _MS_REMOUNT | TMPFS_FLAGS, options):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(point))
+    libc.mount("ckptfs-ram", point, "tmpfs", libc.MS_REMOUNT | TMPFS_FLAGS, f"huge={'within_size' if wanted else 'never'}")

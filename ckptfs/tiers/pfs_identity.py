@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ckptfs import disk, limits, procfs
+from ckptfs import disk, libc, limits, procfs
 from ckptfs.bounded_waits import run_in_time
 from ckptfs.catalog import copies, journal, scans
 from ckptfs.catalog.database import Database
@@ -59,7 +59,6 @@ _ANONYMOUS_TYPES = {"tmpfs", "ramfs", "overlay"}
 """Filesystems whose source says nothing: each mount of them is another one."""
 _AT_EMPTY_PATH, _STATX_BTIME = 0x1000, 0x800
 _STATX_BYTES, _STATX_BTIME_AT = 256, 0x50
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +105,9 @@ def read_pin(fd: int) -> PfsPin:
 def _get_birth_ns(fd: int) -> int:
     """Return when an inode was created, by statx(2), which Python lacks; 0 if that is unknown."""
     buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    if not hasattr(_libc, "statx") or _libc.statx(fd, b"", _AT_EMPTY_PATH, _STATX_BTIME, buffer) != 0:
+    try:
+        libc.call("statx", fd, b"", _AT_EMPTY_PATH, _STATX_BTIME, buffer)
+    except OSError:
         return 0
     has_birth = struct.unpack_from("=I", buffer, 0)[0] & _STATX_BTIME
     seconds, nanoseconds = struct.unpack_from("=qI", buffer, _STATX_BTIME_AT)

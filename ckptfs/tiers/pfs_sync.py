@@ -14,8 +14,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckptfs import disk, limits
-from ckptfs.errors import posix_error
+from ckptfs import disk, libc, limits
 
 disk.declare_labels("write_back:fsync", "write_back:syncfs")
 
@@ -26,7 +25,6 @@ _LOCAL_MAGIC = {
     0xCA451A4E: "bcachefs",
 }  # fmt: skip
 _STATFS_BYTES = 256  # More than struct statfs has on any machine; f_type is its first member.
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def persist_files(fds: Sequence[int]) -> None:
@@ -47,8 +45,7 @@ def persist_files(fds: Sequence[int]) -> None:
 def can_sync_filesystem(fd: int) -> bool:
     """Return True if one syncfs makes all files durable and reports their errors."""
     buffer = ctypes.create_string_buffer(_STATFS_BYTES)
-    if _libc.fstatfs(fd, buffer) != 0:
-        raise posix_error(ctypes.get_errno())
+    libc.call("fstatfs", fd, buffer)
     kind = int.from_bytes(buffer.raw[: ctypes.sizeof(ctypes.c_long)], sys.byteorder) & 0xFFFFFFFF
     return kind in _LOCAL_MAGIC and _get_kernel_version() >= _SYNCFS_REPORTS_ERRORS_SINCE
 
@@ -60,8 +57,7 @@ def _get_kernel_version() -> tuple[int, ...]:
 
 def sync_filesystem(fd: int) -> None:
     """Call syncfs(2). Raises OSError."""
-    if _libc.syncfs(fd) != 0:
-        raise posix_error(ctypes.get_errno())
+    libc.call("syncfs", fd)
 
 
 def _fsync_at_once(fds: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ Every call may hang as long as the PFS does.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -22,7 +21,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from ckptfs import disk, limits
+from ckptfs import disk, libc, limits
 from ckptfs.catalog import copies
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
@@ -46,7 +45,6 @@ _PARKED = re.compile(rb"\.ckptfs\.parked\.([0-9a-f]{1,16})\Z")
 _IN_WORK_AREA = re.compile(rb"(tier-id(\.[0-9a-f]+)?|contents(-[0-9a-f]+)?|island-[^/]+)\Z")
 OUR_XATTRS = "user.ckptfs."
 _RENAME_NOREPLACE, _RENAME_EXCHANGE = 1, 2
-_libc = ctypes.CDLL(None, use_errno=True)
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 REPLACED_ERRNOS = {errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP}
 """Errors of an open if the PFS shows something else than the catalog knows."""
@@ -286,7 +284,7 @@ def _is_same(old_fd: int, fd: int) -> bool:
 
 def exchange(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
     """Call renameat2(RENAME_EXCHANGE). Raises EINVAL or ENOSYS if the filesystem cannot do it."""
-    disk.act("pfs:exchange", _rename2, directory, name, new_directory, new_name, _RENAME_EXCHANGE)
+    disk.act("pfs:exchange", libc.call, "renameat2", directory, name, new_directory, new_name, _RENAME_EXCHANGE)
 
 
 def rename_to_free_name(directory: int, name: bytes, new_directory: int, new_name: bytes) -> None:
@@ -295,22 +293,13 @@ def rename_to_free_name(directory: int, name: bytes, new_directory: int, new_nam
     A filesystem without RENAME_NOREPLACE may replace what gets the name at the same moment.
     """
     try:
-        _rename2(directory, name, new_directory, new_name, _RENAME_NOREPLACE)
+        libc.call("renameat2", directory, name, new_directory, new_name, _RENAME_NOREPLACE)
     except OSError as failure:
         if failure.errno not in {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}:
             raise
         if find_stat(new_directory, new_name) is not None:
             raise posix_error(errno.EEXIST) from failure
         os.rename(name, new_name, src_dir_fd=directory, dst_dir_fd=new_directory)
-
-
-def _rename2(directory: int, name: bytes, new_directory: int, new_name: bytes, flags: int) -> None:
-    try:
-        call = _libc.renameat2
-    except AttributeError as failure:
-        raise posix_error(errno.ENOSYS) from failure
-    if call(directory, name, new_directory, new_name, ctypes.c_uint(flags)) != 0:
-        raise posix_error(ctypes.get_errno())
 
 
 def open_inode(db: Database, pfs: Path, inode: int) -> int:

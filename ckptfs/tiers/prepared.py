@@ -19,7 +19,6 @@ like any other.
 """
 
 import contextlib
-import ctypes
 import errno
 import os
 import re
@@ -32,8 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ckptfs import disk, limits, procfs
-from ckptfs.errors import posix_error
+from ckptfs import disk, libc, limits, procfs
 from ckptfs.model import file_name
 from ckptfs.tiers import health, huge_pages
 from ckptfs.tiers.tier_root import TierRoot
@@ -47,15 +45,12 @@ PLAIN_MODE = 0o600
 _PREPARED_NAME = re.compile(r"([0-9a-f]{1,16})-[0-9a-f]{32}")
 _UNFINISHED = "new-"
 _DIRECTORY_NAME = "prepared"
-KEEP_SIZE, PUNCH_HOLE = 0x01, 0x02
 _PIECE_BYTES = 16 * limits.MIB
 _ZEROS = bytes(2 * limits.MIB)
 _TRIM_BYTES = 256 * limits.MIB
 _BLOCK_BYTES = 512
 _NOT_ENLARGED = {errno.ENOENT, errno.ENOSPC, errno.ENOMEM, errno.EINTR}
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -286,7 +281,7 @@ def get_allocated_bytes(fd: int) -> int:
 
 def top_up(fd: int, offset: int, length: int) -> None:
     """Allocate missing pages of a range; the size stays, and the caller's cgroup pays. Raises ENOSPC."""
-    disk.act("prepare:allocate", fallocate, fd, KEEP_SIZE, offset, length)
+    disk.act("prepare:allocate", libc.fallocate, fd, libc.KEEP_SIZE, offset, length)
 
 
 def mark_allocated_by_application(fd: int) -> None:
@@ -353,7 +348,7 @@ def _trim_end(fd: int, end: int) -> bool:
 
 
 def _punch(fd: int, offset: int, length: int) -> None:
-    disk.act("prepare:trim", fallocate, fd, KEEP_SIZE | PUNCH_HOLE, offset, length)
+    disk.act("prepare:trim", libc.fallocate, fd, libc.KEEP_SIZE | libc.PUNCH_HOLE, offset, length)
 
 
 def _round_to_page(size: int) -> int:
@@ -393,9 +388,3 @@ def seek(fd: int, offset: int, whence: int) -> int:
         if failure.errno in {errno.EINVAL, errno.EOPNOTSUPP}:
             return offset if whence == os.SEEK_DATA else limits.OFFSET_MAX
         raise
-
-
-def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
-    """Call fallocate(2). Raises OSError."""
-    if _libc.fallocate(fd, mode, offset, length):
-        raise posix_error(ctypes.get_errno())

@@ -20,7 +20,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
-from ckptfs import digest, disk, limits, procfs
+from ckptfs import digest, disk, libc, limits, procfs
 from ckptfs.catalog import copies, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
@@ -285,7 +285,7 @@ class TierStorage(TierRoot):
         """Allocate the space of a copy, so that all processes keep the budget. Raises ENOSPC."""
         if self.shares_filesystem and size:
             with self.growing(size), contextlib.suppress(OSError):  # Not every filesystem supports it; then the copy itself raises ENOSPC.
-                disk.act("tier:reserve", prepared.fallocate, fd, prepared.KEEP_SIZE, offset, size)
+                disk.act("tier:reserve", libc.fallocate, fd, libc.KEEP_SIZE, offset, size)
 
     def reserve_copy(self, fd: int, source_fd: int) -> None:
         """Allocate the space of a copy of a file, where that has data. Raises ENOSPC."""

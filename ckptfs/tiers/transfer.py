@@ -14,7 +14,6 @@ kernel drops a lease with its descriptor.
 """
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -23,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from ckptfs import digest, disk, limits
+from ckptfs import digest, disk, libc, limits
 from ckptfs.errors import Busy
 from ckptfs.tiers import reflink
 from ckptfs.tiers.prepared import is_prepared, seek
@@ -34,7 +33,6 @@ CLONE_BYTES_MIN = limits.MIB
 NO_LEASE_ERRNOS = {errno.EINVAL, errno.EACCES, errno.EPERM, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS}
 _WAIT, _WRITE, _WAIT_AFTER = 1, 2, 4
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ESPIPE, errno.EOPNOTSUPP}
-_libc = ctypes.CDLL(None, use_errno=True)
 
 ContentDigests = tuple[int, bytes, bytes]
 """(size in bytes, digest of the content, joined digests of its blocks)."""
@@ -258,10 +256,11 @@ class WriteBehind:
 
 def _sync_range(fd: int, start: int, end: int, flags: int) -> None:
     """Call sync_file_range(2), if it is supported."""
-    if _libc.sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(end - start), ctypes.c_uint(flags)) != 0:
-        code = ctypes.get_errno()
-        if code not in _UNSUPPORTED:
-            raise OSError(code, os.strerror(code))
+    try:
+        libc.call("sync_file_range", fd, start, end - start, flags)
+    except OSError as failure:
+        if failure.errno not in _UNSUPPORTED:
+            raise
 
 
 def ignore_lease_signal() -> None:

@@ -12,7 +12,6 @@ Crash safety: the daemon goes on without its helper, and drains and ends by itse
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -25,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from ckptfs import __version__, config, disk, limits, mount_record, procfs, runtime_dir
+from ckptfs import __version__, config, disk, libc, limits, mount_record, procfs, runtime_dir
 from ckptfs.bounded_waits import wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import ConfigError
@@ -49,7 +48,6 @@ STATUS_WAIT_S = 1.0
 GRACE_S = limits.STOP_WAIT_S
 BLOCKED_S = limits.DRAIN_SILENCE_S
 DRAIN_S_MIN = 0.1
-MNT_EXPIRE, UMOUNT_NOFOLLOW = 4, 8
 
 
 def mount_main(arguments: Sequence[str] | None = None) -> int:
@@ -266,10 +264,11 @@ def _is_busy(mountpoint: Path) -> bool:
 
     MNT_EXPIRE unmounts at the second call without a use in between, so the mount is used before.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    with contextlib.suppress(OSError):
+    try:
         os.close(os.open(mountpoint, os.O_PATH))
-        return bool(libc.umount2(os.fsencode(mountpoint), MNT_EXPIRE | UMOUNT_NOFOLLOW)) and ctypes.get_errno() == errno.EBUSY
+        libc.unmount(mountpoint, libc.MNT_EXPIRE | libc.UMOUNT_NOFOLLOW)
+    except OSError as failure:
+        return failure.errno == errno.EBUSY
     return False
 
 

@@ -22,7 +22,7 @@ from ckptfs_daemon.fuse.connection import Connection
 from daemon_under_test import environment, eventually
 from programs import need
 
-from ckptfs import limits
+from ckptfs import libc, limits
 from ckptfs.config import Config
 from ckptfs.model import DataPath
 
@@ -139,7 +139,7 @@ def served() -> Iterator[Served]:
     finally:
         connection.abort(connected)
         with contextlib.suppress(OSError):
-            connection.unmount_at(place, connection.MNT_DETACH)
+            connection.unmount_at(place, libc.MNT_DETACH)
         connected.close()
         place.rmdir()
 

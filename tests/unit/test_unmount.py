@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 from ckptfs_daemon.fuse import connection
-from ckptfs_daemon.fuse.connection import MNT_DETACH, Connection
+from ckptfs_daemon.fuse.connection import Connection
 
+from ckptfs import libc
 from ckptfs.model import DataPath
 
 SERVED = Connection(-1, b"", DataPath.BUFFERED, "a test", Path("/none"), "0:9")
@@ -41,4 +42,4 @@ def test_who_looks_at_a_mount_for_a_moment_does_not_detach_it(busy_calls: list[i
 def test_a_mount_that_stays_in_use_is_detached(busy_calls: list[int], caplog: pytest.LogCaptureFixture) -> None:
     busy_calls[0] = 1000
     connection.unmount(SERVED)
-    assert busy_calls[1:] == [MNT_DETACH] and "is in use; it is detached now" in caplog.text
+    assert busy_calls[1:] == [libc.MNT_DETACH] and "is in use; it is detached now" in caplog.text

@@ -11,13 +11,12 @@ Crash safety: `make_switch` and `connect` may be repeated; namespaces and mounts
 """
 
 import contextlib
-import ctypes
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckptfs import disk
+from ckptfs import disk, libc
 from ckptfs.bounded_waits import run_in_time
 from ckptfs.errors import TimedOut
 from ckptfs_client.errors import CommandFailed
@@ -25,10 +24,7 @@ from ckptfs_client.lab.layout import ETCD_ADDRESS, PREFIX_LENGTH, LabNode, Plan
 
 Result = TypeVar("Result")
 CLONE_NEWNET = 0x4000_0000
-MS_BIND = 4096
-MNT_FORCE, MNT_DETACH = 1, 2
 ACT_WAIT_S = 30.0
-_libc = ctypes.CDLL(None, use_errno=True)
 BRIDGE = "switch"
 CARD = "eth0"
 LOOPBACK = 1
@@ -140,14 +136,17 @@ def _index(route: Any, name: str) -> int:
 
 
 def make_namespace(path: Path) -> None:
-    """Create a network namespace, mounted on `path`, unless it exists. Raises OSError."""
+    """Create a network namespace, mounted on `path`, unless it exists. Raises CommandFailed."""
     if has_namespace(path):
         return
     path.touch()
 
     def unshare() -> None:
-        _check(_libc.unshare(CLONE_NEWNET), "a network namespace cannot be made")
-        _check(_libc.mount(b"/proc/thread-self/ns/net", os.fsencode(path), None, MS_BIND, None), f"{path} cannot be mounted")
+        try:
+            libc.call("unshare", CLONE_NEWNET)
+            libc.mount("/proc/thread-self/ns/net", path, "", libc.MS_BIND)
+        except OSError as failure:
+            raise CommandFailed(f"a network namespace cannot be made: {failure.strerror}") from failure
 
     _run_in_thread(unshare)
 
@@ -169,7 +168,7 @@ def get_namespace_id(path: Path) -> tuple[int, int] | None:
 def enter_namespace(path: Path) -> None:
     """Move the calling thread, and what it starts, into a namespace. Raises OSError."""
     with disk.closing(os.open(path, os.O_RDONLY | os.O_CLOEXEC)) as fd:
-        _check(_libc.setns(fd, CLONE_NEWNET), f"{path} cannot be entered")
+        libc.call("setns", fd, CLONE_NEWNET, path=path)
 
 
 def run_in_namespace(path: Path, act: Callable[[], Result]) -> Result:
@@ -182,14 +181,10 @@ def run_in_namespace(path: Path, act: Callable[[], Result]) -> Result:
     return _run_in_thread(entered)
 
 
-def unmount(point: Path) -> None:
-    """Unmount a mount that is not in use. Raises OSError."""
-    _check(_libc.umount2(os.fsencode(point), 0), f"{point} cannot be unmounted")
-
-
 def abort_mount(point: Path) -> None:
     """Detach a mount, and abort its FUSE connection: system calls that hang in it fail. Ignores errors."""
-    _libc.umount2(os.fsencode(point), MNT_FORCE | MNT_DETACH)
+    with contextlib.suppress(OSError):
+        libc.unmount(point, libc.MNT_FORCE | libc.MNT_DETACH)
 
 
 def _run_in_thread(act: Callable[[], Result]) -> Result:
@@ -197,9 +192,3 @@ def _run_in_thread(act: Callable[[], Result]) -> Result:
         return run_in_time(act, ACT_WAIT_S, "in a namespace")
     except TimedOut:
         raise CommandFailed(f"the kernel did not set up the lab's network within {ACT_WAIT_S:.0f} s") from None
-
-
-def _check(result: int, what: str) -> None:
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{what}: {os.strerror(code)}")

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ckptfs import disk, limits, mount_record, mountpoint_guard, runtime_dir
+from ckptfs import disk, libc, limits, mount_record, mountpoint_guard, runtime_dir
 from ckptfs.bounded_waits import wait_ready
 from ckptfs_client import mount_helper
 from ckptfs_client.errors import CommandFailed, NotInTime
@@ -71,7 +71,7 @@ def unmount(node: LabNode) -> None:
     if not is_mounted(node):
         return
     try:
-        network.unmount(node.mountpoint)
+        libc.unmount(node.mountpoint)
     except OSError as failure:
         raise CommandFailed(
             f"{node.mountpoint} cannot be unmounted: {failure.strerror}", remedy="end the programs that use it"

@@ -12,7 +12,6 @@ finds it in mountinfo and takes it over.
 """
 
 import contextlib
-import ctypes
 import errno
 import json
 import logging
@@ -26,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptfs import limits, procfs
+from ckptfs import libc, limits, procfs
 from ckptfs.bounded_waits import run_in_time, wait_ready
 from ckptfs.config import Config
 from ckptfs.errors import CkptfsError, InvalidArgument, TimedOut
@@ -34,12 +33,7 @@ from ckptfs.model import DataPath
 from ckptfs_daemon.fuse import kernel, request_table
 from ckptfs_daemon.fuse.kernel import Passthrough
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 2, 4, 8, 32
-MNT_FORCE, MNT_DETACH, UMOUNT_NOFOLLOW = 1, 2, 8
 FUSERMOUNT_WAIT_S = 20.0
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mount.argtypes = [ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p]
-_libc.umount2.argtypes = [ctypes.c_char_p, ctypes.c_int]
 log = logging.getLogger(__name__)
 DEVICE = "/dev/fuse"
 CONNECTIONS_DIR = Path("/sys/fs/fuse/connections")
@@ -62,20 +56,14 @@ def find_mount_at(point: Path) -> procfs.MountEntry | None:
     return found[-1] if found else None
 
 
-def mount_at(source: str, point: Path, fstype: str, flags: int, data: str) -> None:
-    if _libc.mount(os.fsencode(source), os.fsencode(point), fstype.encode(), flags, data.encode()):
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), str(point))
-
-
 def unmount_at(point: Path, flags: int = 0) -> None:
     """Call umount2(2), or fusermount3 if not permitted. Raises OSError (EINVAL: nothing is mounted there)."""
-    if _libc.umount2(os.fsencode(point), flags | UMOUNT_NOFOLLOW):
-        code = ctypes.get_errno()
-        if code == errno.EPERM and not procfs.has_capability(procfs.CAP_SYS_ADMIN):
-            _unmount_with_fusermount(point, lazy=bool(flags & MNT_DETACH))
-            return
-        raise OSError(code, os.strerror(code), str(point))
+    try:
+        libc.unmount(point, flags | libc.UMOUNT_NOFOLLOW)
+    except OSError as failure:
+        if failure.errno != errno.EPERM or procfs.has_capability(procfs.CAP_SYS_ADMIN):
+            raise
+        _unmount_with_fusermount(point, lazy=bool(flags & libc.MNT_DETACH))
 
 
 def mount_with_fusermount(name: str, point: Path, options: list[str]) -> int:
@@ -218,7 +206,7 @@ def _connect_with_passthrough(config: Config) -> Connection | str:
 
 
 def _unmount_and_close(connection: Connection, reason: str) -> str:
-    unmount_at(connection.mountpoint, MNT_DETACH)
+    unmount_at(connection.mountpoint, libc.MNT_DETACH)
     connection.close()
     return reason
 
@@ -237,7 +225,7 @@ def _mount_and_answer_init(config: Config, data_path: DataPath, reason: str) -> 
             raise CannotMount(f"{config.mountpoint} was mounted, but is no longer in the list of mounts")
     except BaseException:
         with contextlib.suppress(OSError):
-            unmount_at(config.mountpoint, MNT_DETACH)
+            unmount_at(config.mountpoint, libc.MNT_DETACH)
         os.close(fd)
         raise
     if data_path is DataPath.PASSTHROUGH and not flags & kernel.Feature.PASSTHROUGH:
@@ -252,7 +240,7 @@ def _mount_fuse(config: Config) -> int:
     options = [f"fd={fd}", "rootmode=40000", "user_id=0", "group_id=0", "default_permissions"]
     options += ["allow_other"] if config.allow_other else []
     try:
-        mount_at(config.name, config.mountpoint, procfs.CKPTFS_TYPE, config.mount_flags, ",".join(options))
+        libc.mount(config.name, config.mountpoint, procfs.CKPTFS_TYPE, config.mount_flags, ",".join(options))
     except OSError as failure:
         os.close(fd)
         raise CannotMount(f"{config.mountpoint} cannot be mounted: {failure.strerror}") from failure
@@ -299,7 +287,7 @@ def unmount_stale(point: Path) -> None:
             remedy = f"umount {point} first, or choose another directory"
             raise InvalidArgument(f"{point} already has a ckptfs mounted ({mounted.source})", remedy=remedy)
         log.info("%s: unmounting it: a dead daemon (%s) left it mounted", point, mounted.source)
-        unmount_at(point, MNT_DETACH)
+        unmount_at(point, libc.MNT_DETACH)
 
 
 def _is_dead_mount(point: Path) -> bool:
@@ -335,7 +323,7 @@ def unmount(connection: Connection) -> None:
         if failure.errno != errno.EBUSY:
             raise
         log.warning("%s: is in use; it is detached now and ends when the last open file is closed", connection.mountpoint)
-        unmount_at(connection.mountpoint, MNT_DETACH)
+        unmount_at(connection.mountpoint, libc.MNT_DETACH)
 
 
 def abort(connection: Connection) -> None:
@@ -343,9 +331,9 @@ def abort(connection: Connection) -> None:
     if CONNECTIONS_DIR.is_dir() and not os.listdir(CONNECTIONS_DIR):
         # Containers often lack this mount of the kernel's control files.
         with contextlib.suppress(OSError):
-            mount_at("fusectl", CONNECTIONS_DIR, "fusectl", MS_NOSUID | MS_NODEV | MS_NOEXEC, "")
+            libc.mount("fusectl", CONNECTIONS_DIR, "fusectl", libc.MS_NOSUID | libc.MS_NODEV | libc.MS_NOEXEC)
     try:
         (CONNECTIONS_DIR / str(connection.connection_id) / "abort").write_text("1")
     except OSError:
         with contextlib.suppress(OSError):
-            unmount_at(connection.mountpoint, MNT_FORCE | MNT_DETACH)
+            unmount_at(connection.mountpoint, libc.MNT_FORCE | libc.MNT_DETACH)

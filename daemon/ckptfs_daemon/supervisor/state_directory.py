@@ -25,7 +25,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from ckptfs import cgroups, limits, mount_record, procfs, runtime_dir
+from ckptfs import cgroups, libc, limits, mount_record, procfs, runtime_dir
 from ckptfs.cgroups import MemoryLimit
 from ckptfs.config import RAM_BYTES_MIN, Config
 from ckptfs.errors import CkptfsError, InvalidArgument
@@ -159,7 +159,7 @@ def prepare_ram_tier(config: Config) -> None:
     mounted = connection.find_mount_at(point)
     try:
         if mounted is None:
-            connection.mount_at("ckptfs-ram", point, "tmpfs", huge_pages.TMPFS_FLAGS, f"mode=0700,size={size_bytes},nr_inodes=0")
+            libc.mount("ckptfs-ram", point, "tmpfs", huge_pages.TMPFS_FLAGS, f"mode=0700,size={size_bytes},nr_inodes=0")
         elif mounted.fstype != "tmpfs":
             raise InvalidArgument(f"{point} has a {mounted.fstype} mounted, not the tmpfs of ckptfs", remedy=f"umount {point}")
         else:
@@ -192,7 +192,7 @@ def warn_of_low_limit(size_bytes: int, limit: MemoryLimit) -> None:
 
 def _resize_ram_tier(point: Path, size_bytes: int) -> None:
     try:
-        connection.mount_at("ckptfs-ram", point, "tmpfs", connection.MS_REMOUNT | huge_pages.TMPFS_FLAGS, f"mode=0700,size={size_bytes}")
+        libc.mount("ckptfs-ram", point, "tmpfs", libc.MS_REMOUNT | huge_pages.TMPFS_FLAGS, f"mode=0700,size={size_bytes}")
     except OSError as failure:
         if failure.errno != errno.EINVAL:
             raise

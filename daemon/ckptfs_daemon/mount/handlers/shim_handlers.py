@@ -17,12 +17,11 @@ from collections.abc import Awaitable, Callable
 
 import trio
 
-from ckptfs import limits
+from ckptfs import libc, limits
 from ckptfs.catalog import namespace
 from ckptfs.errors import posix_error
 from ckptfs.model import DataPath
 from ckptfs.tiers import prepared, space
-from ckptfs.tiers.prepared import KEEP_SIZE, PUNCH_HOLE, fallocate
 from ckptfs_daemon.fuse import killable, request, session
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.handlers.file_handlers import FileHandlers, require_file_size
@@ -37,7 +36,7 @@ from ckptfs_daemon.mount.opening.open_request import OpenResult
 import pyfuse3  # isort: skip
 
 ZERO_RANGE = 0x10
-MODES = {0, KEEP_SIZE, PUNCH_HOLE | KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | KEEP_SIZE}
+MODES = {0, libc.KEEP_SIZE, libc.PUNCH_HOLE | libc.KEEP_SIZE, ZERO_RANGE, ZERO_RANGE | libc.KEEP_SIZE}
 
 
 class ShimHandlers:
@@ -98,7 +97,7 @@ class ShimHandlers:
         if mode not in MODES:
             raise posix_error(errno.EOPNOTSUPP)
         file = self._context.open_files.get_file(fh)
-        growth = 0 if mode & PUNCH_HOLE else length
+        growth = 0 if mode & libc.PUNCH_HOLE else length
         if growth:
             require_file_size(offset + length)
         # Allocating 100 GiB of RAM takes a minute, during which other requests must be served.
@@ -197,14 +196,14 @@ def _fallocate_or_punch(fd: int, mode: int, offset: int, length: int) -> None:
 
     Raises ENOSPC before the filesystem fills itself: some allocate all that they have, keep it, and then refuse.
     """
-    if not mode & PUNCH_HOLE:
+    if not mode & libc.PUNCH_HOLE:
         prepared.mark_allocated_by_application(fd)
         if length > space.read_capacity(fd).free + os.fstat(fd).st_blocks * STAT_BLOCK_BYTES:
             raise posix_error(errno.ENOSPC)
     try:
-        fallocate(fd, mode, offset, length)
+        libc.fallocate(fd, mode, offset, length)
     except OSError as failure:
         if failure.errno != errno.EOPNOTSUPP or not mode & ZERO_RANGE:
             raise
-        fallocate(fd, PUNCH_HOLE | KEEP_SIZE, offset, length)
-        fallocate(fd, mode & KEEP_SIZE, offset, length)
+        libc.fallocate(fd, libc.PUNCH_HOLE | libc.KEEP_SIZE, offset, length)
+        libc.fallocate(fd, mode & libc.KEEP_SIZE, offset, length)
