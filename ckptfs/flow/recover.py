@@ -14,7 +14,6 @@ from ckptfs import disk, lifecycle
 from ckptfs.catalog import contents, copies, peer_copies
 from ckptfs.catalog.database import Database, delete_clean_start
 from ckptfs.catalog.inodes import get_shown_path
-from ckptfs.config import Config
 from ckptfs.model import LOCAL_TIERS, Content, ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import local_copies
 from ckptfs.tiers.storage import Tiers, TierStorage, adopt_tiers
@@ -31,14 +30,13 @@ _UNSAFE_STATES = {ContentState.OPEN: "still open", ContentState.CLOSED: "not sea
 class Recover:
     """Runs once, before the mover reports that it is ready."""
 
-    def __init__(self, db: Database, tiers: Tiers, config: Config, notify: Notifier) -> None:
+    def __init__(self, db: Database, tiers: Tiers, notify: Notifier) -> None:
         self._db = db
         self._tiers = tiers
         self._notify = notify
         self._logged_count = 0
 
-    def step(self) -> bool:
-        """Recover everything. Return False."""
+    def run(self) -> None:
         is_intact = self._are_tiers_known() and delete_clean_start(self._db)
         disk.act("recover:adopt", adopt_tiers, self._db, self._tiers)
         for tier in Tier:
@@ -49,16 +47,11 @@ class Recover:
         if not is_intact:
             for content in contents.list_without_copy(self._db):
                 self._decide_fate(content)
-        return False
 
     def _are_tiers_known(self) -> bool:
         """Return True if every local tier works and is the one that the catalog met last."""
         present = [self._tiers[tier] for tier in LOCAL_TIERS if tier in self._tiers]
         return all(not storage.failure and copies.get_tier_uuid(self._db, storage.tier) in {None, storage.uuid} for storage in present)
-
-    def next_due_s(self) -> float | None:
-        """Return None: recovery runs once."""
-        return None
 
     # --- tiers -------------------------------------------------------------------------------------------------------
 

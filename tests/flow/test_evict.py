@@ -302,7 +302,7 @@ def test_dying_or_failing_anywhere_loses_nothing(tmp_path: Path, label: str, act
 from ckptfs.flow.evict import Evict
 from ckptfs.flow.recover import Recover
 node.squeeze(Tier.RAM, 4 * 100_000)
-Recover(node.db, node.tiers, node.config, node.told).step()
+Recover(node.db, node.tiers, node.told).run()
 step = Evict(node.db, node.tiers, node.config, node.told)
 for _ in range(10):
     try:

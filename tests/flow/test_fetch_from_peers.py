@@ -93,7 +93,7 @@ def test_a_node_that_lost_its_ram_gets_its_own_files_back(tmp_path: Path) -> Non
     cluster, one, two = make_cluster(tmp_path, 2)
     content = replicated(cluster, b"a", data := os.urandom(BLOCK))
     one.lose_ram()
-    Recover(one.db, one.tiers, one.config, one.told).step()
+    Recover(one.db, one.tiers, one.told).run()
     assert one.state(content) is ContentState.SEALED, "it is not lost: a peer has it"
     assert level(one, content) is Level.LOCAL, "one copy is less than was wanted"
     assert bring(one, one.inode(content)).result == mover_requests.FETCHED

@@ -341,7 +341,7 @@ def test_a_failure_anywhere_leaves_nothing_wrong(
     with contextlib.suppress(OSError, PeerFailed):
         send(cluster, content)
     inject_fault(monkeypatch, "")
-    Recover(other.db, other.tiers, other.config, other.told).step()
+    Recover(other.db, other.tiers, other.told).run()
     for copy in copies.list_copies(other.db, content):
         if copy.state is CopyState.GOOD:
             assert other.data(content, copy.tier) == one.data(content)
@@ -353,7 +353,7 @@ def test_after_a_death_what_was_arriving_is_gone(two: LocalCluster) -> None:
     one, other = two.nodes
     other.host.begin_reception(offer_of(one, one.written(b"a", os.urandom(BLOCK))))
     assert len(other.files(Tier.RAM)) == 1
-    Recover(other.db, other.tiers, other.config, other.told).step()
+    Recover(other.db, other.tiers, other.told).run()
     assert other.files(Tier.RAM) == set() and other.db.rows("SELECT * FROM copy WHERE state = 0") == []
     assert other.db.rows("SELECT state FROM content WHERE state IN (3, 4)") == [], "a peer's content that is not here is not lost"
 

@@ -27,7 +27,7 @@ def node(tmp_path: Path) -> Node:
 
 
 def recover(node: Node) -> None:
-    assert Recover(node.db, node.tiers, node.config, node.told).step() is False
+    Recover(node.db, node.tiers, node.told).run()
 
 
 def seal(node: Node) -> None:
@@ -363,7 +363,7 @@ def test_dying_in_recovery_and_recovering_again_ends_the_same(tmp_path: Path, la
     lose(node, Tier.RAM)
     script = """
 from ckptfs.flow.recover import Recover
-Recover(node.db, node.tiers, node.config, node.told).step()
+Recover(node.db, node.tiers, node.told).run()
 """
     assert in_process(tmp_path, script, fault=f"{label}={action}") == -9
     recover(node)

@@ -101,7 +101,7 @@ def test_a_crash_while_the_file_changes_its_name(tmp_path: Path, left: str) -> N
         expected = one.reopen(content, Tier.RAM)
         if left == "the old name":
             assert storage.link(expected, content)
-    Recover(one.db, one.tiers, one.config, one.told).step()
+    Recover(one.db, one.tiers, one.told).run()
     tidy(one)
     assert one.data(expected) == OLD and one.row(expected).state is (ContentState.SEALED if expected == content else ContentState.OPEN)
 

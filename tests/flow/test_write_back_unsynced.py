@@ -120,7 +120,7 @@ def test_the_bytes_that_the_pfs_shows_are_used_when_nothing_else_is_left(
     with unsynced(monkeypatch):
         rest(flow)
     mount.tiers[Tier.RAM].remove(content)
-    Recover(mount.db, mount.tiers, mount.config, mount.told).step()
+    Recover(mount.db, mount.tiers, mount.told).run()
     assert mount.state(content) is not ContentState.LOST
     assert level(mount, b"bad/f") is Level.PFS
 

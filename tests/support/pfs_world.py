@@ -41,7 +41,7 @@ class World:
         self.failure: Exception | None = None
         self.scan = Scan(self.db, self.tiers, self.config, self.told)
         self.fetch = Fetch(self.db, self.tiers, self.config, self.told)
-        Recover(self.db, self.tiers, self.config, self.told).step()
+        Recover(self.db, self.tiers, self.told).run()
         self.scan.prepare()
         self.fetch.prepare()
 

@@ -104,7 +104,7 @@ class SimulatedMover:
         node.member = self.membership.node_lease.node
         node.host = Host(db, tiers, 0.5, self, self.cluster)
         node.table = TransferTable(node.host)
-        self._recover = Recover(db, tiers, config, self)
+        self._recover = Recover(db, tiers, self)
         self.seal = Seal(db, tiers, config, self, (Tier.RAM,))
         announce, fetch = AnnounceCopies(db, self.cluster), Fetch(db, tiers, config, self, self.cluster)
         flows: list[tuple[str, Flow]] = [
@@ -114,7 +114,7 @@ class SimulatedMover:
             ("salvage", Salvage(db, tiers, self, self.cluster)), ("inspect", InspectFile(db, self, self.cluster)), ("host", node.host),
             ("dead records", DropDeadRecords(db, self.cluster)), ("find lost", FindLost(db, self.cluster)),
         ]  # fmt: skip
-        self._prepare: list[Callable[[], object]] = [self._recover.step, announce.prepare, fetch.prepare]
+        self._prepare: list[Callable[[], object]] = [self._recover.run, announce.prepare, fetch.prepare]
         if config.pfs is not None:
             scan, write_back = Scan(db, tiers, config, self, self.cluster), ClusterWriteBack(db, tiers, config, self, self.cluster)
             flows += [("scan", scan), ("write back", write_back), ("take over", TakeOver(db, self, self.cluster))]

@@ -60,7 +60,7 @@ def run_steps(node: Node) -> None:
 
 def test_no_step_reads_a_whole_table(tmp_path: Path) -> None:
     node = Node(tmp_path)
-    Recover(node.db, node.tiers, node.config, node.told).step()
+    Recover(node.db, node.tiers, node.told).run()
     WriteBack(node.db, node.tiers, node.config, node.told).step()  # Meets the PFS for the first time.
     statements: set[str] = set()
     node.db.connection.set_trace_callback(statements.add)

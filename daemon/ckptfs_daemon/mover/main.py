@@ -179,7 +179,7 @@ class _Flows:
         self._db = db
         self._config = config
         self._cluster_services = cluster_services
-        self._recover = Recover(db, tiers, config, notify)
+        self._recover = Recover(db, tiers, notify)
         cluster = cluster_services.cluster if cluster_services else None
         self.scan = Scan(db, tiers, config, notify, cluster)
         self.fetch = Fetch(db, tiers, config, notify, cluster)
@@ -217,7 +217,7 @@ class _Flows:
     def prepare(self) -> None:
         """Recover before the mount sends requests. Does not touch the PFS, which may hang."""
         summary.delete_reports(self._db)
-        self._recover.step()
+        self._recover.run()
         if not self._config.is_read_only:
             self._write_back.prepare()
         self.fetch.prepare()
