@@ -47,6 +47,11 @@ def find(db: Database, inode: int) -> Inode | None:
     return None if row is None else build_inode(row)
 
 
+def get_parent(db: Database, directory: int) -> int:
+    """Return the directory above one; 0 if it is not known."""
+    return int(db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
+
+
 def is_history(db: Database, inode: int) -> bool:
     """Return True for a directory of the history, and for a file that has a name there."""
     return bool(db.value("SELECT history FROM inode WHERE id = ?", inode))

@@ -66,11 +66,6 @@ def is_finished(db: Database, set_directory: int) -> bool:
     return db.value("SELECT 1 FROM entry WHERE child = ? AND substr(name, 1, 1) <> x'2e'", set_directory) is not None
 
 
-def get_parent(db: Database, directory: int) -> int:
-    """Return the directory above one; 0 if it is not known."""
-    return int(db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
-
-
 # --- the files of a member --------------------------------------------------------------------------------------------
 
 

@@ -13,6 +13,7 @@ import stat
 from dataclasses import dataclass, field, fields, replace
 
 from ckptfs import limits
+from ckptfs.catalog import inodes
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.identity import is_history_directory
 from ckptfs.catalog.retention_state import CHOSEN_XATTR
@@ -356,7 +357,7 @@ class _TransactionBuilder:
             # If its name is unknown, the directory itself says where it is.
             key = SharedKey(INODE, directory) if row is None else SharedKey(NAME, row[0], bytes(row[1]))
             self._transaction.expected_revisions.setdefault(key, key_state.get_cached(self._db, key).revision)
-            directory = row[0] if row is not None else self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0
+            directory = row[0] if row is not None else inodes.get_parent(self._db, directory)
 
     def _defer_name_deletes(self) -> None:
         """Keep the name that the store has until another name of the inode is in the store."""

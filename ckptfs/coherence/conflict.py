@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ckptfs import limits
-from ckptfs.catalog import handles, history, history_names, identity, journal, peer_copies, set_members
+from ckptfs.catalog import handles, history, history_names, identity, inodes, journal, peer_copies, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.coherence import chain, key_state, keys, merge, read
@@ -112,7 +112,7 @@ class ConflictResolver:
         for directory in {name.number for name in links}:
             while directory and not is_shared(self._db, directory):
                 self._contested_names |= self._list_names_of(directory)  # The set goes as a whole.
-                directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
+                directory = inodes.get_parent(self._db, directory)
 
     def _record_used_numbers(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
         """Record the numbers of sets that others used. Return the unpublished sets if one has such a number."""
@@ -301,7 +301,7 @@ class ConflictResolver:
         now = key_state.get_cached(self._db, key) if known is None else known.value
         child = (now.fields or {"child": 0})["child"]
         comes_back = known is None and child in self._restored_inodes
-        if not child or comes_back or child in self._deleted_inodes or self._db.value("SELECT 1 FROM inode WHERE id = ?", child) is None:
+        if not child or comes_back or child in self._deleted_inodes or not self._get_mode(child):
             now = key_state.ABSENT
         keys.write_value(self._db, key, now.fields)
         key_state.set_cached(self._db, key, now)

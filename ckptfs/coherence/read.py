@@ -15,6 +15,7 @@ from ckptfs import limits
 from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, handles, identity, journal
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import get_parent
 from ckptfs.coherence import chain, key_state, keys, merge
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, Value, build_names_prefix, encode_key
@@ -253,8 +254,8 @@ def read_inodes(store: Transactions, inodes: Iterable[int]) -> dict[SharedKey, S
 def load_directory_location(db: Database, inode: int) -> tuple[list[SharedKey], int]:
     """Return the keys that say where a directory is, and its parent if known."""
     row = db.row("SELECT parent, name FROM entry WHERE child = ?", inode)
-    parent: int = db.value("SELECT parent FROM inode WHERE id = ?", inode) or 0
-    return [*list_inode_keys(db, inode), *([] if row is None else [SharedKey(NAME, row[0], bytes(row[1]))])], parent
+    own_name = [] if row is None else [SharedKey(NAME, row[0], bytes(row[1]))]
+    return [*list_inode_keys(db, inode), *own_name], get_parent(db, inode)
 
 
 def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:

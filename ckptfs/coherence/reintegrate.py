@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ckptfs.catalog import handles, history, history_names, identity, journal, namespace, remote_contents
+from ckptfs.catalog import handles, history, history_names, identity, inodes, journal, namespace, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import CheckpointSet
 from ckptfs.coherence import key_state, keys, merge, read, salvage_records
@@ -239,7 +239,7 @@ class ReintegrationResolver(ConflictResolver):
         """Remove sets of which these are links: another node has written a file before it knew the set."""
         for directory in {name.number for name in links}:
             while directory and history.get_set(self._db, directory) is None:
-                directory = int(self._db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
+                directory = inodes.get_parent(self._db, directory)
             for parent, name, is_directory in [*namespace.iterate_names_below(self._db, directory)] if directory else []:
                 self._remove_name(SharedKey(NAME, parent, name), is_directory=is_directory)
             for key in keys.list_local_names(self._db, directory) if directory else []:

@@ -24,6 +24,7 @@ from ckptfs.catalog import contents, copies, remote_contents
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.catalog.remote_contents import HeldCopy
+from ckptfs.digest import split_digests
 from ckptfs.errors import Busy, CkptfsError, DigestMismatch
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import reflink, transfer
@@ -57,10 +58,8 @@ def find_problem(storage: TierStorage, content: Content, *, label: str, before_b
 
 
 def _describe_first_difference(expected: bytes, found: bytes) -> str:
-    for number in range(len(found) // 16):
-        if expected[16 * number : 16 * number + 16] != found[16 * number : 16 * number + 16]:
-            return f" in block {number}"
-    return ""
+    pairs = zip(split_digests(expected), split_digests(found), strict=False)
+    return next((f" in block {number}" for number, (one, other) in enumerate(pairs) if one != other), "")
 
 
 def quarantine(db: Database, seen: Content, tier: Tier, problem: str) -> bool:

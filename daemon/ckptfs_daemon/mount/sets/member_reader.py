@@ -17,7 +17,7 @@ import trio
 
 from ckptfs import disk, lifecycle, limits
 from ckptfs.bounded_table import BoundedTable
-from ckptfs.catalog import contents, copies, history, history_names, mover_requests, namespace, set_members, summary
+from ckptfs.catalog import contents, copies, history, history_names, inodes, mover_requests, namespace, set_members, summary
 from ckptfs.catalog.copies import FetchState
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.history import SeriesRecord
@@ -122,7 +122,7 @@ class MountMemberReader:
         Returns None for any other directory.
         """
         db, one = self._context.db, history.get_set(self._context.db, directory)
-        record = None if one is None else history.get_series(db, set_members.get_parent(db, directory))
+        record = None if one is None else history.get_series(db, inodes.get_parent(db, directory))
         series = None if record is None else parse(record.pattern)
         if one is None or series is None:
             return None if record is None else ""

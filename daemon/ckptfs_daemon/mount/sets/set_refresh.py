@@ -10,7 +10,7 @@ import random
 from collections.abc import Iterable
 
 from ckptfs import limits
-from ckptfs.catalog import history, identity, peer_copies, set_members
+from ckptfs.catalog import history, identity, inodes, peer_copies, set_members
 from ckptfs.coherence import keys
 from ckptfs.model import ROOT
 from ckptfs_daemon.mount.context import MountContext
@@ -80,7 +80,7 @@ class SetRefresh:
                 if history.get_series(db, directory) is not None:
                     found.append((directory, below))
                     break
-                below, directory = directory, set_members.get_parent(db, directory)
+                below, directory = directory, inodes.get_parent(db, directory)
         return found
 
     async def refresh_way(self, directory: int) -> None:
@@ -91,7 +91,7 @@ class SetRefresh:
         while shared_namespace.is_shared and directory > ROOT and directory not in seen:
             seen.add(directory)
             await shared_namespace.refresh_inode(directory)
-            directory = set_members.get_parent(self._context.db, directory)
+            directory = inodes.get_parent(self._context.db, directory)
             if directory > ROOT:
                 await shared_namespace.refresh_directory(directory)
 
