@@ -117,7 +117,7 @@ def list_names(db: Database, directory: int) -> list[bytes]:
 
 def list_children(db: Database, directory: int, names: Iterable[bytes]) -> list[int]:
     """Return the inodes under these names in a directory, as far as they exist."""
-    found = (db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", directory, name) for name in names)
+    found = (inodes.find_child_id(db, directory, name) for name in names)
     return [child for child in found if child is not None]
 
 

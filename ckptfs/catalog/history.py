@@ -26,7 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, astuple, dataclass, replace
 
 from ckptfs import limits
-from ckptfs.catalog import contents, handles, identity, journal, namespace
+from ckptfs.catalog import contents, handles, identity, inodes, journal, namespace
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get, get_path, restore_xattrs, set_attributes, set_internal_xattr
 from ckptfs.errors import Busy, posix_error
@@ -233,15 +233,15 @@ def _list_ancestors(db: Database, directory: int) -> list[tuple[Inode, bytes]]:
     """Return the directories below the root that lead to this one, itself included, and their names."""
     found: list[tuple[Inode, bytes]] = []
     while directory != ROOT:
-        parent, name = db.row("SELECT parent, name FROM entry WHERE child = ?", directory) or (ROOT, b"%016x" % directory)
-        found.append((get(db, directory), bytes(name)))
+        parent, name = _find_place(db, directory) or (ROOT, b"%016x" % directory)
+        found.append((get(db, directory), name))
         directory = parent
     return found[::-1]
 
 
 def get_next_number(db: Database, series: int) -> int:
     """Return the number of the next set of a series: greater than all that were used."""
-    value = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR)
+    value = inodes.find_xattr(db, series, SERIES_XATTR)
     names = [bytes(row[0]).rpartition(b"@")[2] for row in db.rows("SELECT name FROM entry WHERE parent = ?", series)] if not value else []
     return get_recorded_next_number(value) if value else 1 + max((int(name) for name in names if name.isdigit()), default=0)
 
@@ -253,7 +253,7 @@ def get_recorded_next_number(record: bytes) -> int:
 
 def record_used_numbers(db: Database, series: int, next_number: int) -> None:
     """Record that no set of this series gets a number below `next_number` any more."""
-    fields = json.loads(db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", series, SERIES_XATTR))
+    fields = json.loads(inodes.get_xattr(db, series, SERIES_XATTR))
     fields["next"] = max(fields["next"], next_number)
     set_internal_xattr(db, series, SERIES_XATTR, json.dumps(fields).encode())
 
@@ -342,8 +342,7 @@ def _build_set_name(record: SetRecord) -> bytes:
 
 
 def _find_place(db: Database, directory: int) -> tuple[int, bytes] | None:
-    row = db.row("SELECT parent, name FROM entry WHERE child = ?", directory)
-    return None if row is None else (row[0], bytes(row[1]))
+    return next(iter(inodes.list_names(db, directory)), None)
 
 
 def _get_shown_mode(like: Inode) -> int:

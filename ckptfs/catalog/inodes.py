@@ -52,6 +52,17 @@ def get_parent(db: Database, directory: int) -> int:
     return int(db.value("SELECT parent FROM inode WHERE id = ?", directory) or 0)
 
 
+def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
+    """Return (directory, name) of all names of an inode, in the order in which it got them."""
+    return [(parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie", inode)]
+
+
+def find_child_id(db: Database, directory: int, name: bytes) -> int | None:
+    """Return the id of the inode under a name. Returns None if the catalog has no such name."""
+    found: int | None = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", directory, name)
+    return found
+
+
 def is_history(db: Database, inode: int) -> bool:
     """Return True for a directory of the history, and for a file that has a name there."""
     return bool(db.value("SELECT history FROM inode WHERE id = ?", inode))
@@ -100,9 +111,15 @@ def strip_set_id(mode: int) -> int:
 
 def get_xattr(db: Database, inode: int, name: bytes) -> bytes:
     """Return the value of an extended attribute. Raises ENODATA."""
-    value: bytes | None = db.value("SELECT value FROM xattr WHERE inode=? AND name=?", inode, name)
+    value = find_xattr(db, inode, name)
     if value is None:
         raise posix_error(errno.ENODATA)
+    return value
+
+
+def find_xattr(db: Database, inode: int, name: bytes) -> bytes | None:
+    """Return the value of an extended attribute. Returns None if the inode does not have it."""
+    value: bytes | None = db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", inode, name)
     return value
 
 

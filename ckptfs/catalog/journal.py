@@ -212,7 +212,7 @@ def delete_applied(db: Database, after: int, up_to: int, kept: Iterable[int] = (
 
 def get_instance_id(db: Database) -> str:
     """Return 8 hex digits that mark the temporary names of this catalog on a PFS that others use too."""
-    return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))[:8]
+    return identity.get_catalog_id(db)[:8]
 
 
 def require_no_pfs(db: Database, state: Path, former: str = "") -> None:

@@ -19,7 +19,7 @@ from ckptfs import disk
 from ckptfs.catalog import journal
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import can_recreate, insert_rows_for_tree
-from ckptfs.catalog.pfs_state import NO_INODE, ExpectedEntry, Fingerprint, PfsLocation, PfsName, PlannedPending, insert_entry
+from ckptfs.catalog.pfs_state import NO_INODE, ExpectedEntry, Fingerprint, PfsLocation, PfsName, PlannedPending, find_shown, insert_entry
 from ckptfs.errors import CatalogTooNew
 from ckptfs.model import PublishedRow
 
@@ -288,7 +288,7 @@ def _record_entries(db: Database, batch: PfsBatch, observed: ObservedNames) -> s
     losers = set()
     for show in batch.expected_entries:
         parent, name = show.location.parent, show.location.name
-        before = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+        before = find_shown(db, parent, name)
         seen = observed.get((parent, name))
         if before is not None and before != show.inode:
             losers.add(before)

@@ -19,7 +19,7 @@ import stat
 from ckptfs.catalog import identity, journal
 from ckptfs.catalog.content_rows import HELD_XATTR, IS_HELD, IS_HELD_MARK, count_sizes
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import WITH_TREE, get_path, set_internal_xattr
+from ckptfs.catalog.inodes import WITH_TREE, get_path, list_names, set_internal_xattr
 from ckptfs.model import Inode
 
 
@@ -100,7 +100,7 @@ def release(db: Database, inode: int) -> None:
     """Have the PFS show an inode as it is now, with the directories that lead to it."""
     if not is_held(db, inode):
         return
-    names = [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ? ORDER BY cookie", inode)]
+    names = list_names(db, inode)
     for parent, _ in names:
         release(db, parent)
     set_internal_xattr(db, inode, HELD_XATTR, None)

@@ -97,11 +97,17 @@ def find_unpublished(db: Database, after: int) -> tuple[int, int] | None:
     return None if row is None else (row[0], row[1])
 
 
+def find_shown(db: Database, parent: int, name: bytes) -> int | None:
+    """Return the inode that the PFS shows under a name, as far as known."""
+    found: int | None = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+    return found
+
+
 def find_inode(db: Database, names: tuple[bytes, ...]) -> int | None:
     """Return the inode that the PFS shows under a path from its root, as far as known. May be None."""
     inode = ROOT
     for name in names:
-        found = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", inode, name)
+        found = find_shown(db, inode, name)
         if found is None:
             return None
         inode = found

@@ -145,11 +145,6 @@ def can_cache_absent_names(db: Database, directory: int) -> bool:
     return db.row("SELECT 1 FROM inode WHERE id = ? AND (imported = 1 OR scanned_ns = ?)", directory, _ADOPTED) is not None
 
 
-def list_names(db: Database, inode: int) -> list[tuple[int, bytes]]:
-    """Return (parent, name) of every name of `inode`."""
-    return [(row[0], bytes(row[1])) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
-
-
 def has_many_names(db: Database, directory: int) -> bool:
     """Return whether the PFS shows `limits.SHARED_NAMES_MAX` names or more in a directory."""
     return db.value("SELECT 1 FROM pfs_entry WHERE parent = ? LIMIT 1 OFFSET ?", directory, limits.SHARED_NAMES_MAX - 1) is not None

@@ -75,7 +75,7 @@ def _is_member(_: Database, inode: Inode) -> bool:
 
 def _build_getter(name: bytes) -> Callable[[Database, int], bytes | None]:
     """Return the function for an attribute whose value is stored as users gave it."""
-    return lambda db, inode: db.value("SELECT value FROM xattr WHERE inode = ? AND name = ?", inode, name)
+    return lambda db, inode: inodes.find_xattr(db, inode, name)
 
 
 def _set_pin(db: Database, inode: int, value: bytes | None) -> None:

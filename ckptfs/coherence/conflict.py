@@ -209,7 +209,7 @@ class ConflictResolver:
 
     def _get_local_child(self, key: SharedKey) -> int:
         """Return the inode of a name in the catalog."""
-        return int(self._db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", key.number, key.name) or 0)
+        return inodes.find_child_id(self._db, key.number, key.name) or 0
 
     def _get_store_child(self, key: SharedKey) -> int:
         """Return the inode of a name in the store, as last seen; 0 for none."""

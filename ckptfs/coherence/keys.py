@@ -76,7 +76,7 @@ def _write_published(db: Database, inode: int, published: list[Any] | None) -> N
 
 def get_pfs_name_value(db: Database, parent: int, name: bytes) -> Value | None:
     """Return the entry that the PFS shows under a name."""
-    inode = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
+    inode = pfs_state.find_shown(db, parent, name)
     return None if inode is None else {"inode": inode}
 
 
@@ -85,7 +85,7 @@ def write_pfs_name(db: Database, parent: int, name: bytes, value: Value | None) 
     inode = 0 if value is None else value["inode"]
     if not inode:
         db.run("DELETE FROM pfs_entry WHERE parent = ? AND name = ?", parent, name)
-    elif db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", parent, name) != inode:
+    elif pfs_state.find_shown(db, parent, name) != inode:
         pfs_state.insert_entry(db, parent, name, inode)
 
 
@@ -261,7 +261,7 @@ def _get_inode_value(db: Database, number: int, _: bytes) -> Value | None:
 
 def list_local_names(db: Database, inode: int) -> list[SharedKey]:
     """Return the keys of all names of an inode in the catalog."""
-    return [SharedKey(NAME, parent, bytes(name)) for parent, name in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)]
+    return [SharedKey(NAME, *name) for name in inodes.list_names(db, inode)]
 
 
 def list_shared_names(db: Database, inode: int, theirs: Value | None = None) -> list[list[Any]]:
@@ -271,7 +271,7 @@ def list_shared_names(db: Database, inode: int, theirs: Value | None = None) -> 
     """
     cached = "SELECT value FROM cached_key WHERE kind = 'i' AND number = ? AND name = x''"
     fields = theirs or decode_value(db.value(cached, inode))
-    here = {(row[0], bytes(row[1]).decode("latin-1")) for row in db.rows("SELECT parent, name FROM entry WHERE child = ?", inode)}
+    here = {(parent, name.decode("latin-1")) for parent, name in inodes.list_names(db, inode)}
     if fields is None or "names" not in fields:  # A directory is named by its entry alone.
         return [list(name) for name in sorted(here)]
     there = {(parent, name) for parent, name in fields["names"]}
@@ -294,7 +294,7 @@ def count_in_history(names: Iterable[Sequence[Any]]) -> int:
 def list_unread_history(db: Database, inode: int) -> list[tuple[int, bytes]]:
     """Return (directory, name) of names of a file in the history that this node has not read yet."""
     names = [name for name in decode_names(list_shared_names(db, inode)) if identity.is_history_directory(name[0])]
-    return [name for name in names if db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *name) is None]
+    return [name for name in names if inodes.find_child_id(db, *name) is None]
 
 
 def set_link_count(db: Database, inode: int) -> bool:
@@ -309,7 +309,7 @@ def _is_name_changed(db: Database, parent: int, name: str) -> bool:
     key = (parent, name.encode("latin-1"))
     if db.value("SELECT 1 FROM dirty_key WHERE kind = 'e' AND number = ? AND name = ? LIMIT 1", *key) is None:
         return False
-    return bool(_get_cached_child(db, *key) != db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", *key))
+    return bool(_get_cached_child(db, *key) != inodes.find_child_id(db, *key))
 
 
 def _get_times_value(db: Database, number: int, _: bytes) -> Value | None:

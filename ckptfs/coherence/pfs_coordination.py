@@ -17,8 +17,9 @@ from itertools import takewhile
 from typing import Any
 
 from ckptfs import limits
-from ckptfs.catalog import identity, journal, pfs_batch, pfs_state, scans
+from ckptfs.catalog import identity, journal, pfs_batch, pfs_state
 from ckptfs.catalog.database import Database
+from ckptfs.catalog.inodes import find_child_id, list_names
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import ObservedNames, ObservedStat, PfsBatch
 from ckptfs.catalog.pfs_state import ExpectedEntry, PfsName
@@ -264,7 +265,7 @@ class StoreSnapshot:
     def _get_directory_name(self, directory: int, parent: int) -> PfsName | None:
         """Return a directory's name in its parent: the remembered one, or search for it."""
         if self._is_guessing:
-            return next(iter(scans.list_names(self._db, directory)), None)
+            return next(iter(list_names(self._db, directory)), None)
         if directory not in self._directory_names or (name := self._directory_names[directory]) is None or name[0] != parent:
             self._directory_names[directory] = self._find_directory_name(directory, parent)
         return self._directory_names[directory]
@@ -301,9 +302,7 @@ def _list_subjects(db: Database, batch: PfsBatch) -> set[int]:
         | {row.inode for row in batch.published_rows}
         | set(batch.inodes_with_set_attributes)
     )
-    before = {
-        db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", key.number, key.name) for key in list_pfs_name_keys(batch)
-    }
+    before = {pfs_state.find_shown(db, key.number, key.name) for key in list_pfs_name_keys(batch)}
     return {inode for inode in now | before if inode}
 
 
@@ -551,8 +550,7 @@ def _refresh_batch(db: Database, store: Transactions, directory: int, names: Seq
 def _is_changed_elsewhere(db: Database, store_values: dict[SharedKey, StoreValue], directory: int, name: bytes) -> bool:
     """Return True if another node is changing a name on the PFS, or did and this node does not know it."""
     named, place = SharedKey(NAME, directory, name), SharedKey(PFS_NAME, directory, name)
-    here = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", directory, name)
-    shown = db.value("SELECT inode FROM pfs_entry WHERE parent = ? AND name = ?", directory, name)
+    here, shown = find_child_id(db, directory, name), pfs_state.find_shown(db, directory, name)
     child, inode = ((store_values[key].value.fields or {}).get(field) for key, field in ((named, "child"), (place, "inode")))
     if key_state.is_dirty(db, named) or (here, shown) != (child, inode) or (child is None and inode is not None):
         return True

@@ -15,7 +15,7 @@ from ckptfs import limits
 from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, handles, identity, journal
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get_parent
+from ckptfs.catalog.inodes import find_child_id, get_parent
 from ckptfs.coherence import chain, key_state, keys, merge
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import CONTENT, INODE, NAME, PFS_STATE, TIMES, SharedKey, Value, build_names_prefix, encode_key
@@ -214,7 +214,7 @@ def list_inode_keys(db: Database, inode: int) -> list[SharedKey]:
 
 def list_name_keys(db: Database, parent: int, name: bytes) -> list[SharedKey]:
     """Return the keys that a lookup depends on, as far as its target is known."""
-    child = db.value("SELECT child FROM entry WHERE parent = ? AND name = ?", parent, name)
+    child = find_child_id(db, parent, name)
     return [SharedKey(NAME, parent, name), *(list_inode_keys(db, child) if child is not None else ())]
 
 
@@ -253,9 +253,7 @@ def read_inodes(store: Transactions, inodes: Iterable[int]) -> dict[SharedKey, S
 
 def load_directory_location(db: Database, inode: int) -> tuple[list[SharedKey], int]:
     """Return the keys that say where a directory is, and its parent if known."""
-    row = db.row("SELECT parent, name FROM entry WHERE child = ?", inode)
-    own_name = [] if row is None else [SharedKey(NAME, row[0], bytes(row[1]))]
-    return [*list_inode_keys(db, inode), *own_name], get_parent(db, inode)
+    return [*list_inode_keys(db, inode), *keys.list_local_names(db, inode)[:1]], get_parent(db, inode)
 
 
 def list_missing_keys(db: Database, store_values: dict[SharedKey, StoreValue]) -> list[SharedKey]:

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from ckptfs import disk, limits
 from ckptfs.bounded_waits import list_stalled
-from ckptfs.catalog import mover_requests, namespace, pfs_state, scans, summary
+from ckptfs.catalog import inodes, mover_requests, namespace, pfs_state, scans, summary
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.scans import PendingChanges, ScanVerdict
 from ckptfs.clique import locations
@@ -470,7 +470,7 @@ class DirectoryScan:
             self._notify.invalidate_inode(inode)
         if verdict in {ScanVerdict.CONTENT, ScanVerdict.FOUND} and inode is not None:
             # A kernel that caches writes keeps its own size and times as long as it knows the inode, so its names must go too.
-            for parent, name in scans.list_names(self._db, inode):
+            for parent, name in inodes.list_names(self._db, inode):
                 self._notify.invalidate_entry(parent, name)
             shown = os.fsdecode(entry.name)
             if verdict is ScanVerdict.FOUND:

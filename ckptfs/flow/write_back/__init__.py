@@ -25,9 +25,9 @@ from functools import partial
 from pathlib import Path
 
 from ckptfs import disk
-from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, scans, summary
+from ckptfs.catalog import copies, journal, mover_requests, pfs_batch, pfs_state, summary
 from ckptfs.catalog.database import Database
-from ckptfs.catalog.inodes import get
+from ckptfs.catalog.inodes import get, list_names
 from ckptfs.catalog.journal import JournalRow
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW, ObservedNames, PfsBatch, build_batch_before
 from ckptfs.catalog.pfs_state import PfsView
@@ -252,7 +252,7 @@ class WriteBack:
         if batch.published_rows:
             self._db.persist()  # A file that is reported to be on the PFS must not be lost with the last seconds of the catalog.
         for inode in batch.lost_inodes:  # The PFS may have them where they are now.
-            for parent, _ in scans.list_names(self._db, inode):
+            for parent, _ in list_names(self._db, inode):
                 mover_requests.insert_request(self._db, mover_requests.SCAN, parent, mover_requests.COMPARE_AGAIN)
         if batch.published_rows or batch.lost_inodes:
             self._notify.wake_lanes()

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 from ckptfs import limits, server_limits
-from ckptfs.catalog import copies, pfs_hold, scans, set_members
+from ckptfs.catalog import copies, inodes, pfs_hold, set_members
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.journal import get_instance_id
 from ckptfs.cgroups import MemoryLimits
@@ -143,7 +143,7 @@ async def _serve(setup: ChildSetup, context: MountContext, shim: ShimHandlers, o
         nursery.start_soon(_route_messages, context, tracker, name="messages")
         nursery.start_soon(outlast, orphans.run_deletion, name="orphans")
         if context.open_files.kernel_owns_times:
-            list_names = functools.partial(scans.list_names, context.db)
+            list_names = functools.partial(inodes.list_names, context.db)
             forget = functools.partial(context.unsent_times.run, list_names, pyfuse3.invalidate_entry)
             nursery.start_soon(outlast, forget, name="unsent times")
         if not context.config.is_read_only:
