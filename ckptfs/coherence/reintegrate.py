@@ -231,9 +231,7 @@ class ReintegrationResolver(ConflictResolver):
                 key_state.mark_dirty(self._db, SharedKey(INODE, child))
         self._inodes_to_recount.add(theirs)
         key_state.mark_dirty(self._db, SharedKey(INODE, theirs))
-        self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", ours)
-        key_state.mark_dirty(self._db, SharedKey(INODE, ours))
-        self._result.unlinked_inodes.append(ours)
+        self._delete_directory(ours)
 
     def _revert_sets(self, links: set[SharedKey]) -> None:
         """Remove sets of which these are links: another node has written a file before it knew the set."""
@@ -251,9 +249,12 @@ class ReintegrationResolver(ConflictResolver):
         key_state.mark_dirty(self._db, key)
         self._inodes_to_recount.add(child)
         if is_directory:
-            self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", child)
-            key_state.mark_dirty(self._db, SharedKey(INODE, child))
-            self._result.unlinked_inodes.append(child)
+            self._delete_directory(child)
+
+    def _delete_directory(self, inode: int) -> None:
+        self._db.run("UPDATE inode SET nlink = 0 WHERE id = ?", inode)
+        key_state.mark_dirty(self._db, SharedKey(INODE, inode))
+        self._result.unlinked_inodes.append(inode)
 
     def _record_used_numbers(self, key: SharedKey, now: CachedValue) -> dict[SharedKey, CheckpointSet]:
         """Give such sets new numbers: they may be all that is left of what this node closed."""
