@@ -14,6 +14,9 @@ CONTENT_COLUMNS_WITHOUT_BLOCKS = CONTENT_COLUMNS.replace("k.blocks", "NULL")
 TOTAL = "CAST(total({}) AS INTEGER)"
 """SQL: the sum of sizes, to be formatted with the column. Where sum() fails beyond 64 bits, this is 2^63-1; without rows it is 0."""
 
+HAS_GOOD_COPY = "EXISTS (SELECT 1 FROM copy g WHERE g.content = {0}.id AND g.state = 1)"
+"""SQL: a tier of this node has a good copy of a row of `content`. To be formatted with its alias."""
+
 IS_ON_PFS = (
     "EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = {0}.inode AND p.complete = 1 AND p.generation = {0}.generation"
     " AND p.digest = {0}.digest)"
@@ -34,7 +37,7 @@ IS_HELD = f"EXISTS (SELECT 1 FROM xattr h WHERE h.inode = {{}} AND {IS_HELD_MARK
 """SQL: a retention rule holds back an inode from the PFS."""
 UNPUBLISHED = (
     "content c JOIN inode i ON i.id = c.inode AND i.content = c.id AND i.nlink > 0 WHERE c.remote = 0 AND c.state = 2"
-    " AND EXISTS (SELECT 1 FROM copy WHERE content = c.id AND copy.state = 1)"
+    f" AND {HAS_GOOD_COPY.format('c')}"
     " AND NOT EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = c.inode AND p.generation = c.generation AND p.complete = 1"
     " AND coalesce(p.digest, c.digest) = c.digest)"
     f" AND NOT {IS_HELD.format('c.inode')}"

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from ckptfs import lifecycle, limits
 from ckptfs.catalog import copies, handles, identity, journal, peer_copies, remote_contents
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, IS_ON_PFS, build_content
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS, HAS_GOOD_COPY, IS_LEAVING_PFS, IS_ON_PFS, build_content
 from ckptfs.catalog.content_rows import get_content as get_content
 from ckptfs.catalog.content_rows import is_unchanged as is_unchanged
 from ckptfs.catalog.content_rows import require_unchanged as require_unchanged
@@ -56,8 +56,7 @@ def get_file_record(db: Database, content: int) -> FileRecord:
 
 def get_publishable(db: Database, content: int) -> Content | None:
     """Return a content for write-back; None for a previous one whose file its successor has."""
-    has_copy = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
-    is_publishable = f"k.id = ? AND (k.superseded_mtime_ns IS NULL OR {has_copy})"
+    is_publishable = f"k.id = ? AND (k.superseded_mtime_ns IS NULL OR {HAS_GOOD_COPY.format('k')})"
     row = db.row(f"SELECT {CONTENT_COLUMNS} FROM content k WHERE {is_publishable}", content)
     return None if row is None else build_content(row)
 
@@ -138,7 +137,7 @@ def list_without_copy(db: Database) -> list[Content]:
     """Return own contents that should have bytes, and have no good copy in any tier and not on the PFS."""
     rows = db.rows(
         f"SELECT {CONTENT_COLUMNS} FROM content k WHERE k.state IN (0, 1, 2) AND k.remote = 0"
-        f" AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) AND NOT {IS_ON_PFS.format('k')}"
+        f" AND NOT {HAS_GOOD_COPY.format('k')} AND NOT {IS_ON_PFS.format('k')}"
     )
     return [build_content(row) for row in rows]
 
@@ -161,7 +160,7 @@ def restore_previous(db: Database, lost: Content) -> str:
     with db.transaction():
         previous = db.row(
             "SELECT id, size, generation FROM content k WHERE inode = ? AND generation < ? AND state = 2"
-            " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1) ORDER BY generation DESC LIMIT 1",
+            f" AND {HAS_GOOD_COPY.format('k')} ORDER BY generation DESC LIMIT 1",
             lost.inode, lost.generation,
         )  # fmt: skip
         shown = db.row("SELECT size, mtime_ns, generation FROM pfs_file WHERE inode = ?", lost.inode)

@@ -15,6 +15,7 @@ from ckptfs import lifecycle, limits
 from ckptfs.catalog.content_rows import (
     CONTENT_COLUMNS,
     CONTENT_COLUMNS_WITHOUT_BLOCKS,
+    HAS_GOOD_COPY,
     IS_ON_PFS,
     TOTAL,
     build_content,
@@ -231,7 +232,7 @@ def find_rebuildable(db: Database, after: int) -> Content | None:
 _REBUILDABLE = (
     "content k JOIN inode i ON i.id = k.inode AND i.content = k.id AND i.nlink > 0"
     " WHERE k.remote = 0 AND k.announce_state > 0 AND k.state = 2"
-    " AND NOT EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+    f" AND NOT {HAS_GOOD_COPY.format('k')}"
     f" AND EXISTS (SELECT 1 FROM {HOLDERS.format('k')})"
     f" AND NOT {IS_ON_PFS.format('k')}"
 )

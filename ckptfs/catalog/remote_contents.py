@@ -22,6 +22,7 @@ from ckptfs import limits
 from ckptfs.catalog import peer_copies
 from ckptfs.catalog.content_rows import (
     CONTENT_COLUMNS_WITHOUT_BLOCKS,
+    HAS_GOOD_COPY,
     IS_ON_PFS,
     build_content,
     build_content_and_rest,
@@ -58,11 +59,9 @@ class RemoteState:
         return self.blocks[number * BLOCK_DIGEST_BYTES : (number + 1) * BLOCK_DIGEST_BYTES]
 
 
-HAS_GOOD_COPY = "EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 1)"
-
 IS_ANNOUNCED = (
-    f"(CASE remote WHEN 0 THEN state = 2 AND NOT {HAS_GOOD_COPY} AND {peer_copies.IS_KNOWN_ELSEWHERE.format('content')}"
-    f" AND NOT {IS_ON_PFS.format('content')} ELSE (state = 2 AND {HAS_GOOD_COPY}) OR (state IN (1, 2)"
+    f"(CASE remote WHEN 0 THEN state = 2 AND NOT {HAS_GOOD_COPY.format('content')} AND {peer_copies.IS_KNOWN_ELSEWHERE.format('content')}"
+    f" AND NOT {IS_ON_PFS.format('content')} ELSE (state = 2 AND {HAS_GOOD_COPY.format('content')}) OR (state IN (1, 2)"
     " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = content.id AND c.state = 3 AND c.digest IS NOT NULL)) END)"
 )
 """SQL about a row of `content`: 1 if the store is to have this node's key of it, else 0.
@@ -81,7 +80,7 @@ def _list_contents(db: Database, where: str, *arguments: int | str) -> list[Cont
     return [build_content(row) for row in rows]
 
 
-_IS_HOSTED = "k.remote = 1 AND k.state = 2 AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+_IS_HOSTED = f"k.remote = 1 AND k.state = 2 AND {HAS_GOOD_COPY.format('k')}"
 
 
 def list_hosted(db: Database, after: int, at_most: int) -> list[Content]:
@@ -317,7 +316,7 @@ def mark_own(db: Database, content: int, inode: int, generation: int, closed_ns:
     db.run(
         "UPDATE content SET remote = 0, inode = ?, superseded_mtime_ns = NULL, under_replicated = 1, closed_ns = ?,"
         " announce_state = CASE WHEN announce_state > 0 THEN 2 ELSE 0 END, change = change + 1"
-        f" WHERE id = ? AND generation = ? AND remote = 1 AND state = 2 AND {HAS_GOOD_COPY}",
+        f" WHERE id = ? AND generation = ? AND remote = 1 AND state = 2 AND {HAS_GOOD_COPY.format('content')}",
         inode, closed_ns, content, generation,
     )  # fmt: skip
 
@@ -335,7 +334,7 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
         "SELECT c.content FROM copy c LEFT JOIN content k ON k.id = c.content WHERE c.tier = ? AND c.state = 3 AND c.state <> 1"
         " AND c.used_ns < ?"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.content = c.content) AND (k.state IS NULL OR k.state = 3 OR (k.state = 2"
-        " AND (EXISTS (SELECT 1 FROM copy g WHERE g.content = k.id AND g.state = 1)"
+        f" AND ({HAS_GOOD_COPY.format('k')}"
         f" OR (SELECT count(*) FROM {peer_copies.HOLDERS.format('k')}) > 1"
         " OR EXISTS (SELECT 1 FROM pfs_file p WHERE p.inode = k.inode AND p.complete = 1 AND p.generation >= k.generation)))) LIMIT ?",
         tier, before_ns, at_most,
@@ -345,8 +344,7 @@ def list_stale(db: Database, tier: Tier, before_ns: int, at_most: int) -> list[i
 def list_only_stale(db: Database, after: int, at_most: int) -> list[Content]:
     """Return contents of which this node has only a STALE copy, in the order of their ids."""
     is_stale = "k.id IN (SELECT content FROM copy WHERE state = 3 AND state <> 1 AND content > ?) AND k.state IN (1, 2)"
-    has_good = "EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
-    return _list_contents(db, f"{is_stale} AND NOT {has_good}", after, at_most)
+    return _list_contents(db, f"{is_stale} AND NOT {HAS_GOOD_COPY.format('k')}", after, at_most)
 
 
 def get_last_used_ns(db: Database, content: int) -> int:
@@ -434,7 +432,7 @@ def mark_all_unannounced(db: Database) -> None:
 
 
 _SELECT_UNANNOUNCED = (
-    f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS.replace('k.', 'content.')}, {IS_ANNOUNCED}, {HAS_GOOD_COPY} FROM content"
+    f"SELECT {CONTENT_COLUMNS_WITHOUT_BLOCKS.replace('k.', 'content.')}, {IS_ANNOUNCED}, {HAS_GOOD_COPY.format('content')} FROM content"
     " WHERE announce_state > 1"
 )
 

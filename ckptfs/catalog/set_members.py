@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from ckptfs import limits
 from ckptfs.catalog import handles, history, identity, inodes, namespace, peer_copies
-from ckptfs.catalog.content_rows import count_sizes
+from ckptfs.catalog.content_rows import HAS_GOOD_COPY, count_sizes
 from ckptfs.catalog.database import Database
 from ckptfs.model import ContentState, Inode
 
@@ -145,7 +145,7 @@ def insert_candidates_of_dead(db: Database, node: int) -> None:
     first, last = (number << limits.ID_COUNTER_BITS for number in (node, node + 1))
     written = (
         "SELECT inode FROM content WHERE remote = 1 AND state = 2 AND inode > 0 AND id >= ? AND id < ?"
-        " AND EXISTS (SELECT 1 FROM copy WHERE content = content.id AND copy.state = 1) ORDER BY id DESC LIMIT ?"
+        f" AND {HAS_GOOD_COPY.format('content')} ORDER BY id DESC LIMIT ?"
     )
     claimed = "SELECT inode FROM xattr WHERE name = ? AND json_extract(CAST(value AS TEXT), '$.node') = ? LIMIT ?"
     most = limits.SET_CANDIDATES_MAX

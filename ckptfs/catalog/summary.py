@@ -19,7 +19,7 @@ from typing import Any
 
 from ckptfs import lifecycle, limits
 from ckptfs.catalog import contents, copies, inodes, journal, peer_copies
-from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, IS_ON_PFS, TOTAL, build_content, count_sizes
+from ckptfs.catalog.content_rows import CONTENT_COLUMNS_WITHOUT_BLOCKS, HAS_GOOD_COPY, IS_ON_PFS, TOTAL, build_content, count_sizes
 from ckptfs.catalog.database import Database
 from ckptfs.lifecycle import FileRecord
 from ckptfs.model import HISTORY_NAME, Content, ContentState, Copy, CopyState, Level, PublishedRow, Tier
@@ -233,7 +233,7 @@ def _list_level_groups(
         )
         groups = db.rows(
             f"{tables}SELECT {top}, c.state,"
-            " EXISTS (SELECT 1 FROM copy WHERE content = c.id AND state = 1), p.inode IS NOT NULL,"
+            f" {HAS_GOOD_COPY.format('c')}, p.inode IS NOT NULL,"
             " coalesce(p.complete AND p.generation = c.generation AND c.digest IS NOT NULL AND p.digest = c.digest, 0),"
             f" coalesce(c.remote, 0), {domains}, {uncommitted}, count(*), {TOTAL.format(_SIZE)}"
             f" FROM {source} LEFT JOIN content c ON c.id = i.content LEFT JOIN pfs_file p ON p.inode = i.id"

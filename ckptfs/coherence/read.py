@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckptfs import limits
 from ckptfs.bounded_table import BoundedTable
 from ckptfs.catalog import contents, handles, identity, journal
+from ckptfs.catalog.content_rows import HAS_GOOD_COPY
 from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import find_child_id, get_parent
 from ckptfs.coherence import chain, key_state, keys, merge
@@ -108,7 +109,7 @@ def restore_own_state(db: Database, inode: int) -> None:
     row = db.row(
         "SELECT k.size FROM content k JOIN inode i ON i.id = ?1"
         " WHERE k.id = ?2 AND k.generation = ?3 AND k.remote = 0 AND k.state IN (1, 2)"
-        " AND EXISTS (SELECT 1 FROM copy c WHERE c.content = k.id AND c.state = 1)"
+        f" AND {HAS_GOOD_COPY.format('k')}"
         " AND i.generation = ?4 AND (?5 IS NULL OR i.content = ?5)"
         " AND NOT EXISTS (SELECT 1 FROM handle h WHERE h.inode = i.id AND h.writer = 1)",
         inode, lost["content"], lost["generation"], lost["shown"], lost["shows"],
