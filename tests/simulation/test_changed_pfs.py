@@ -5,14 +5,12 @@ In the end all nodes show what the PFS shows, nothing waits, and all bytes that 
 
 import contextlib
 import os
-import random
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import trio
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
-from simulated_mount import simulate
+from simulated_mount import simulated
 
 from ckptfs.catalog import inodes, mover_requests
 from ckptfs.config.schema import RetentionRule
@@ -26,9 +24,9 @@ STEPS = 12
 class World:
     """What was written, and what may be gone."""
 
-    def __init__(self, cluster: SimulatedCluster, dice: random.Random) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         assert cluster.pfs is not None
-        self.cluster, self.dice, self.pfs = cluster, dice, cluster.pfs
+        self.cluster, self.dice, self.pfs = cluster, cluster.dice, cluster.pfs
         self.count = 0
         self.written: set[bytes] = set()
         self.gone: set[bytes] = set()
@@ -105,25 +103,22 @@ class World:
         return {name: data for name, data in shown.items() if not name.startswith(".ckptfs")}
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_all_nodes_show_what_others_made_of_the_pfs(seed: int) -> None:
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        world = World(cluster, dice)
+@simulated(RetentionRule("step_*", keep=10), seeds=range(4))
+async def test_all_nodes_show_what_others_made_of_the_pfs(cluster: SimulatedCluster) -> None:
+    world = World(cluster)
+    for node in cluster.living:
+        node.config = replace(node.config, refresh_interval_s=REFRESH_S)
+        node.restart_mover()
+    for path in ("a", "b", "a/c"):
+        await cluster.nodes[1].mkdir(path)
+    await trio.sleep(SETTLE_S)
+    async with trio.open_nursery() as nursery:
         for node in cluster.living:
-            node.config = replace(node.config, refresh_interval_s=REFRESH_S)
-            node.restart_mover()
-        for path in ("a", "b", "a/c"):
-            await cluster.nodes[1].mkdir(path)
-        await trio.sleep(SETTLE_S)
-        async with trio.open_nursery() as nursery:
-            for node in cluster.living:
-                nursery.start_soon(world.work, node)
-            nursery.start_soon(world.change)
-        await trio.sleep(25 * REFRESH_S)
-        shown = world.list_pfs()
-        for node in cluster.living:
-            assert await world.see(node) == shown
-            assert [node.db.rows(f"SELECT * FROM {table}") for table in ("journal", "pfs_pending")] == [[], []]
-        assert world.written - world.gone <= set(shown.values())
-
-    simulate(act, seed, RetentionRule("step_*", keep=10))
+            nursery.start_soon(world.work, node)
+        nursery.start_soon(world.change)
+    await trio.sleep(25 * REFRESH_S)
+    shown = world.list_pfs()
+    for node in cluster.living:
+        assert await world.see(node) == shown
+        assert [node.db.rows(f"SELECT * FROM {table}") for table in ("journal", "pfs_pending")] == [[], []]
+    assert world.written - world.gone <= set(shown.values())

@@ -19,7 +19,7 @@ import pytest
 import trio
 from shared_catalogs import list_seeds, reconnect, stored
 from simulated_cluster import SETTLE_S, SimulatedCluster, SimulatedNode
-from simulated_mount import ROOT_USER, list_history, simulate
+from simulated_mount import ROOT_USER, list_history, simulate, simulated
 
 from ckptfs.catalog import history, history_names, inodes
 from ckptfs.clique.peer_api import PeerFailed
@@ -42,8 +42,8 @@ ACT_S_MAX = 400.0
 class World:
     """What happens in one seed, and which names programs removed."""
 
-    def __init__(self, cluster: SimulatedCluster, dice: random.Random) -> None:
-        self.cluster, self.dice = cluster, dice
+    def __init__(self, cluster: SimulatedCluster) -> None:
+        self.cluster, self.dice = cluster, cluster.dice
         self.removed: set[str] = set()
         self.count = 0
 
@@ -176,144 +176,104 @@ class World:
             return f"{errno.errorcode[failure.errno or errno.EIO]} {failure}"
 
 
-@pytest.mark.parametrize("seed", list_seeds([0]))
-def test_sets_keep_their_bytes(seed: int) -> None:
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        world = World(cluster, dice)
-        await world.play()
-        assert await world.check() == []
-
-    simulate(act, seed)
+@simulated(seeds=list_seeds([0]))
+async def test_sets_keep_their_bytes(cluster: SimulatedCluster) -> None:
+    world = World(cluster)
+    await world.play()
+    assert await world.check() == []
 
 
 @pytest.mark.parametrize("flags", [os.O_WRONLY, os.O_WRONLY | os.O_TRUNC])
 @pytest.mark.parametrize("open_s", [0.0, SETTLE_S])
-def test_an_island_writes_a_file_whose_set_it_has_never_read(flags: int, open_s: float) -> None:
+@simulated()
+async def test_an_island_writes_a_file_whose_set_it_has_never_read(cluster: SimulatedCluster, flags: int, open_s: float) -> None:
     """T6, P7: it cannot give away names that only the store knows. The open ends, also if the file is closed after the return only."""
-
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        maker, island, other = cluster.nodes[1], cluster.nodes[2], cluster.nodes[3]
-        island.tracking.cancel()
-        await maker.write("step_1.bin", b"former")
-        await trio.sleep(SETTLE_S)
-        assert await island.mount.read("step_1.bin") == b"former"
-        inode = await island.stat("step_1.bin")
-        assert inode.history == 1 and history.list_names(island.db, inode.id) == []
-        island.cut(True)
+    maker, island, other = cluster.nodes[1], cluster.nodes[2], cluster.nodes[3]
+    island.tracking.cancel()
+    await maker.write("step_1.bin", b"former")
+    await trio.sleep(SETTLE_S)
+    assert await island.mount.read("step_1.bin") == b"former"
+    inode = await island.stat("step_1.bin")
+    assert inode.history == 1 and history.list_names(island.db, inode.id) == []
+    island.cut(True)
+    await trio.sleep(SETTLE_S / 4)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(island.mount.overwrite, "step_1.bin", b"newest", open_s, flags)
         await trio.sleep(SETTLE_S / 4)
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(island.mount.overwrite, "step_1.bin", b"newest", open_s, flags)
-            await trio.sleep(SETTLE_S / 4)
-            assert await other.mount.read("step_1.bin") == b"former"
-            assert len([*island.tiers[Tier.RAM].contents()]) <= 4, "the content is not copied again and again"
-            island.cut(False)
-        await trio.sleep(SETTLE_S)
-        assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES[1:]]
-        assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
-        assert "step_*.bin/step_1.bin@1" in await list_history(other)
-
-    simulate(act, 1)
+        assert await other.mount.read("step_1.bin") == b"former"
+        assert len([*island.tiers[Tier.RAM].contents()]) <= 4, "the content is not copied again and again"
+        island.cut(False)
+    await trio.sleep(SETTLE_S)
+    assert await World(cluster).check() == ["nobody removed " + path for path in FILES[1:]]
+    assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
+    assert "step_*.bin/step_1.bin@1" in await list_history(other)
 
 
-def test_an_island_that_has_read_a_set_and_not_its_file_keeps_the_bytes_of_the_set() -> None:
+@simulated()
+async def test_an_island_that_has_read_a_set_and_not_its_file_keeps_the_bytes_of_the_set(cluster: SimulatedCluster) -> None:
     """P7: the inode does not count the name yet. The island leads it to the bytes of the set before the return, too."""
-
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        maker, island = cluster.nodes[1], cluster.nodes[2]
-        island.tracking.cancel()
-        await maker.write("step_1.bin", b"former")
-        assert await island.mount.read("step_1.bin") == b"former"
-        await trio.sleep(SETTLE_S)
-        await list_history(island)
-        inode = island.db.value("SELECT child FROM entry WHERE parent = 1 AND name = ?", b"step_1.bin")
-        assert inodes.get(island.db, inode).history == 0 and len(history.list_names(island.db, inode)) == 1
-        island.cut(True)
-        await trio.sleep(SETTLE_S / 4)
-        await island.mount.overwrite("step_1.bin", b"newest", 0.0)
-        ((_, names),) = (await list_history(island)).items()
-        assert await island.mount.read_inode(names["step_1.bin"]) == b"former"
-        island.cut(False)
-        await trio.sleep(SETTLE_S)
-        assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES[1:]]
-        assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
-
-    simulate(act, 1)
+    maker, island = cluster.nodes[1], cluster.nodes[2]
+    island.tracking.cancel()
+    await maker.write("step_1.bin", b"former")
+    assert await island.mount.read("step_1.bin") == b"former"
+    await trio.sleep(SETTLE_S)
+    await list_history(island)
+    inode = island.db.value("SELECT child FROM entry WHERE parent = 1 AND name = ?", b"step_1.bin")
+    assert inodes.get(island.db, inode).history == 0 and len(history.list_names(island.db, inode)) == 1
+    island.cut(True)
+    await trio.sleep(SETTLE_S / 4)
+    await island.mount.overwrite("step_1.bin", b"newest", 0.0)
+    ((_, names),) = (await list_history(island)).items()
+    assert await island.mount.read_inode(names["step_1.bin"]) == b"former"
+    island.cut(False)
+    await trio.sleep(SETTLE_S)
+    assert await World(cluster).check() == ["nobody removed " + path for path in FILES[1:]]
+    assert [await node.mount.read("step_1.bin") for node in cluster.living] == [b"newest"] * 3
 
 
-def test_a_set_that_others_make_while_an_island_has_replaced_a_file_of_it_keeps_its_bytes() -> None:
+@simulated()
+async def test_a_set_that_others_make_while_an_island_has_replaced_a_file_of_it_keeps_its_bytes(cluster: SimulatedCluster) -> None:
     """P5, P7: the store knows the content, and the island holds a copy."""
-
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        maker, island = cluster.nodes[1], cluster.nodes[2]
-        island.tracking.cancel()
-        await maker.mkdir("step_1")
-        await maker.write("step_1/part_1-of-2.bin", b"former")
-        await trio.sleep(SETTLE_S / 4)
-        assert await island.mount.read("step_1/part_1-of-2.bin") == b"former"
-        island.cut(True)
-        await trio.sleep(SETTLE_S / 4)
-        await island.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0, os.O_WRONLY | os.O_TRUNC)
-        await maker.write("step_1/part_2-of-2.bin", b"others")
-        await trio.sleep(SETTLE_S / 4)
-        island.cut(False)
-        await trio.sleep(SETTLE_S)
-        assert await World(cluster, dice).check() == ["nobody removed " + path for path in FILES]
-        assert "step_*/step_1@1" in await list_history(island)
-
-    simulate(act, 1)
+    maker, island = cluster.nodes[1], cluster.nodes[2]
+    island.tracking.cancel()
+    await maker.mkdir("step_1")
+    await maker.write("step_1/part_1-of-2.bin", b"former")
+    await trio.sleep(SETTLE_S / 4)
+    assert await island.mount.read("step_1/part_1-of-2.bin") == b"former"
+    island.cut(True)
+    await trio.sleep(SETTLE_S / 4)
+    await island.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0, os.O_WRONLY | os.O_TRUNC)
+    await maker.write("step_1/part_2-of-2.bin", b"others")
+    await trio.sleep(SETTLE_S / 4)
+    island.cut(False)
+    await trio.sleep(SETTLE_S)
+    assert await World(cluster).check() == ["nobody removed " + path for path in FILES]
+    assert "step_*/step_1@1" in await list_history(island)
 
 
-def test_an_island_that_writes_a_file_again_gives_its_set_no_other_bytes() -> None:
+@simulated(factor=1)
+async def test_an_island_that_writes_a_file_again_gives_its_set_no_other_bytes(cluster: SimulatedCluster) -> None:
     """P7: no other node has the bytes, so the set cannot be read then. The island does not know the set, which another node made."""
-
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        island, maker = cluster.nodes[1], cluster.nodes[2]
-        island.tracking.cancel()
-        await island.mkdir("step_1")
-        for node, data in ((island, b"former"), (maker, b"others")):
-            await node.write(f"step_1/part_{node.number}-of-2.bin", data)
-            await trio.sleep(SETTLE_S / 4)
-        assert "step_*/step_1@1" in await list_history(maker)
-        island.cut(True)
+    island, maker = cluster.nodes[1], cluster.nodes[2]
+    island.tracking.cancel()
+    await island.mkdir("step_1")
+    for node, data in ((island, b"former"), (maker, b"others")):
+        await node.write(f"step_1/part_{node.number}-of-2.bin", data)
         await trio.sleep(SETTLE_S / 4)
-        await island.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0)
-        await reconnect(island)
-        assert [await node.mount.read("step_1/part_1-of-2.bin") for node in cluster.living] == [b"newest"] * 3
-        ((_, names),) = (await list_history(maker)).items()
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            await maker.mount.read_inode(names["part_1-of-2.bin"])
+    assert "step_*/step_1@1" in await list_history(maker)
+    island.cut(True)
+    await trio.sleep(SETTLE_S / 4)
+    await island.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0)
+    await reconnect(island)
+    assert [await node.mount.read("step_1/part_1-of-2.bin") for node in cluster.living] == [b"newest"] * 3
+    ((_, names),) = (await list_history(maker)).items()
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        await maker.mount.read_inode(names["part_1-of-2.bin"])
 
-    simulate(act, 1, factor=1)
 
-
-def test_a_set_with_a_file_that_shows_a_former_state_is_not_the_latest() -> None:
+@simulated()
+async def test_a_set_with_a_file_that_shows_a_former_state_is_not_the_latest(cluster: SimulatedCluster) -> None:
     """P7, T1: the writer of a part dies before another node has the bytes. The part is of an earlier save than the others."""
-
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        writer, maker = cluster.nodes[1], cluster.nodes[2]
-        await maker.mkdir("step_1")
-        await writer.write("step_1/part_1-of-2.bin", b"former")
-        writer.tracking.cancel()
-        await trio.sleep(SETTLE_S / 4)
-        assert cluster.count_copies_short() == 0
-        writer.peers.fault = fail_to_send
-        await writer.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0)
-        await maker.write("step_1/part_2-of-2.bin", b"others")
-        await trio.sleep(SETTLE_S / 4)
-        assert list(await list_history(maker)) == ["step_*/step_1@1"]
-        assert (await find_latest(maker)).newest is not None
-        writer.kill()
-        await trio.sleep(2 * SETTLE_S)
-        assert await maker.mount.read("step_1/part_1-of-2.bin") == b"former"
-        await maker.mount.overwrite("step_1/part_2-of-2.bin", b"others again", 0.0)
-        await trio.sleep(SETTLE_S / 4)
-        found = await find_latest(maker)
-        assert found.newest is None and "former content" in found.rejected[0].verdict.incomplete_reason
-        assert list(await list_history(maker)) == ["step_*/step_1@1"], "no set is made of parts of two saves"
-        kept = history.list_sets(maker.db, history.list_series(maker.db)[0].directory)[0].directory
-        number = history_names.find_number(maker.db, kept, b"part_1-of-2.bin")
-        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
-            await maker.mount.history.open(number, os.O_RDONLY, ROOT_USER)
 
     async def find_latest(node: SimulatedNode) -> SearchResult:
         return (await node.mount.tracker._reader.find_latest(ROOT, b"")).answer.result
@@ -322,25 +282,45 @@ def test_a_set_with_a_file_that_shows_a_former_state_is_not_the_latest() -> None
         if act in ("send", "many"):
             raise PeerFailed("no copy can be sent")
 
-    simulate(act, 1)
+    writer, maker = cluster.nodes[1], cluster.nodes[2]
+    await maker.mkdir("step_1")
+    await writer.write("step_1/part_1-of-2.bin", b"former")
+    writer.tracking.cancel()
+    await trio.sleep(SETTLE_S / 4)
+    assert cluster.count_copies_short() == 0
+    writer.peers.fault = fail_to_send
+    await writer.mount.overwrite("step_1/part_1-of-2.bin", b"newest", 0.0)
+    await maker.write("step_1/part_2-of-2.bin", b"others")
+    await trio.sleep(SETTLE_S / 4)
+    assert list(await list_history(maker)) == ["step_*/step_1@1"]
+    assert (await find_latest(maker)).newest is not None
+    writer.kill()
+    await trio.sleep(2 * SETTLE_S)
+    assert await maker.mount.read("step_1/part_1-of-2.bin") == b"former"
+    await maker.mount.overwrite("step_1/part_2-of-2.bin", b"others again", 0.0)
+    await trio.sleep(SETTLE_S / 4)
+    found = await find_latest(maker)
+    assert found.newest is None and "former content" in found.rejected[0].verdict.incomplete_reason
+    assert list(await list_history(maker)) == ["step_*/step_1@1"], "no set is made of parts of two saves"
+    kept = history.list_sets(maker.db, history.list_series(maker.db)[0].directory)[0].directory
+    number = history_names.find_number(maker.db, kept, b"part_1-of-2.bin")
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        await maker.mount.history.open(number, os.O_RDONLY, ROOT_USER)
 
 
-def test_what_a_returned_island_wrote_is_read_at_once() -> None:
+@simulated(seeds=[3])
+async def test_what_a_returned_island_wrote_is_read_at_once(cluster: SimulatedCluster) -> None:
     """P7: its lease has expired. Other nodes see the new content only when they see that the node lives."""
-
-    async def act(cluster: SimulatedCluster, dice: random.Random) -> None:
-        reader, island = cluster.nodes[1], cluster.nodes[2]
-        await reader.write("x", b"former")
-        await trio.sleep(SETTLE_S / 4)
-        assert await island.mount.read("x") == b"former"
-        island.cut(True)
-        await trio.sleep(60)
-        await island.mount.overwrite("x", b"newest", 0.0, os.O_WRONLY | os.O_TRUNC)
-        await trio.sleep(60)
-        await reconnect(island)
-        assert await reader.mount.read("x") == b"newest"
-
-    simulate(act, 3)
+    reader, island = cluster.nodes[1], cluster.nodes[2]
+    await reader.write("x", b"former")
+    await trio.sleep(SETTLE_S / 4)
+    assert await island.mount.read("x") == b"former"
+    island.cut(True)
+    await trio.sleep(60)
+    await island.mount.overwrite("x", b"newest", 0.0, os.O_WRONLY | os.O_TRUNC)
+    await trio.sleep(60)
+    await reconnect(island)
+    assert await reader.mount.read("x") == b"newest"
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])

@@ -276,8 +276,8 @@ class SimulatedNode(Station):
 class SimulatedCluster:
     """The nodes. `cut` holds names of nodes that no peer reaches."""
 
-    def __init__(self, count: int, place: Path, *, factor: int, with_pfs: bool) -> None:
-        self.time = VirtualTime()
+    def __init__(self, count: int, place: Path, dice: random.Random, *, factor: int, with_pfs: bool) -> None:
+        self.time, self.dice = VirtualTime(), dice
         self.count, self.place, self.factor = count, place, factor
         self.pfs = place / "pfs" if with_pfs else None
         if self.pfs is not None:
@@ -301,7 +301,7 @@ class SimulatedCluster:
         nursery.start_soon(node.live, name=f"node {number}")
         return node
 
-    async def each(self, act: Callable[[SimulatedNode], Awaitable[None]], dice: random.Random) -> None:
+    async def each(self, act: Callable[[SimulatedNode], Awaitable[None]]) -> None:
         """All nodes that live do it, as ranks behind a barrier."""
 
         async def behind_barrier(node: SimulatedNode, wait_s: float) -> None:
@@ -310,18 +310,18 @@ class SimulatedCluster:
 
         async with trio.open_nursery() as nursery:
             for node in self.living:
-                nursery.start_soon(behind_barrier, node, dice.uniform(0, BARRIER_S), name="names")
+                nursery.start_soon(behind_barrier, node, self.dice.uniform(0, BARRIER_S), name="names")
 
-    async def write_checkpoint(self, step: int, dice: random.Random) -> None:
+    async def write_checkpoint(self, step: int) -> None:
         """Each rank makes a directory in that of the step, and files in it; then rank 0 says that it is whole."""
 
         async def save(node: SimulatedNode) -> None:
             await node.ensure_directory(f"step_{step}")
             await node.mkdir(f"step_{step}/rank_{node.number}")
             for number in range(FILES):
-                await node.write(f"step_{step}/rank_{node.number}/part_{number}.pt", dice.randbytes(32))
+                await node.write(f"step_{step}/rank_{node.number}/part_{number}.pt", self.dice.randbytes(32))
 
-        await self.each(save, dice)
+        await self.each(save)
         first = self.living[0]
         await first.write(f"step_{step}/done", b"%d" % step)
 
@@ -353,7 +353,7 @@ class Costs:
         return self.phases["idle"].total / self.phases["idle"].seconds / self.nodes
 
 
-async def _run_outage(cluster: SimulatedCluster, dice: random.Random, away_s: float) -> Costs:
+async def _run_outage(cluster: SimulatedCluster, away_s: float) -> Costs:
     """No member of etcd answers for a while; before and after it the nodes write checkpoints."""
     costs = Costs(cluster.count)
     cluster.etcd = SimulatedEtcd(cluster.time)
@@ -361,8 +361,8 @@ async def _run_outage(cluster: SimulatedCluster, dice: random.Random, away_s: fl
         for number in range(1, cluster.count + 1):
             await cluster.add(nursery, number)
         await trio.sleep(SETTLE_S)
-        await cluster.each(SimulatedNode.visit_root, dice)
-        await cluster.write_checkpoint(0, dice)
+        await cluster.each(SimulatedNode.visit_root)
+        await cluster.write_checkpoint(0)
         await trio.sleep(SETTLE_S)
         cluster.etcd.take_usage()
         cluster.etcd.is_down = True
@@ -372,7 +372,7 @@ async def _run_outage(cluster: SimulatedCluster, dice: random.Random, away_s: fl
         await trio.sleep(SETTLE_S)
         costs.phases["return"] = cluster.etcd.take_usage()
         costs.problems += [f"{node.name} is disconnected" for node in cluster.living if node.sharing.is_disconnected]
-        await cluster.write_checkpoint(1, dice)
+        await cluster.write_checkpoint(1)
         await trio.sleep(SETTLE_S)
         if short := cluster.count_copies_short():
             costs.problems.append(f"{short} contents lack copies")
@@ -382,14 +382,14 @@ async def _run_outage(cluster: SimulatedCluster, dice: random.Random, away_s: fl
 
 def measure_outage(count: int, *, away_s: float = 45.0) -> Costs:
     """Measure what nodes ask while etcd is away, and when it is back."""
-    return run_simulated(count, lambda cluster, dice: _run_outage(cluster, dice, away_s))
+    return run_simulated(count, lambda cluster: _run_outage(cluster, away_s))
 
 
 EVENTS = ("death", "mover restart", "join")
 MODEL_BYTES = 2 * limits.FETCH_SHARED_BYTES_MIN
 
 
-async def _run_readers(cluster: SimulatedCluster, dice: random.Random, reading_s: float) -> Costs:
+async def _run_readers(cluster: SimulatedCluster, reading_s: float) -> Costs:
     """All nodes open one file of the PFS, which the first one takes `reading_s` to read."""
     costs = Costs(cluster.count)
     cluster.etcd = SimulatedEtcd(cluster.time)
@@ -404,7 +404,7 @@ async def _run_readers(cluster: SimulatedCluster, dice: random.Random, reading_s
         for number in range(1, cluster.count + 1):
             await cluster.add(nursery, number)
         await trio.sleep(SETTLE_S)
-        await cluster.each(SimulatedNode.visit_root, dice)
+        await cluster.each(SimulatedNode.visit_root)
         await trio.sleep(SETTLE_S)
         first = cluster.nodes[1]
         lock = first.mover.membership.locks.try_acquire(f"fetch/file/{(await first.stat('model.pt')).id:016x}")
@@ -423,10 +423,10 @@ async def _run_readers(cluster: SimulatedCluster, dice: random.Random, reading_s
 
 def measure_readers(count: int, *, reading_s: float = 20.0) -> Costs:
     """Measure what nodes ask that wait for another one to read a file from the PFS."""
-    return run_simulated(count, lambda cluster, dice: _run_readers(cluster, dice, reading_s))
+    return run_simulated(count, lambda cluster: _run_readers(cluster, reading_s))
 
 
-async def _run_phases(cluster: SimulatedCluster, dice: random.Random, checkpoints: int) -> Costs:
+async def _run_phases(cluster: SimulatedCluster, checkpoints: int) -> Costs:
     costs = Costs(cluster.count, checkpoints)
     cluster.etcd = SimulatedEtcd(cluster.time)
 
@@ -440,11 +440,11 @@ async def _run_phases(cluster: SimulatedCluster, dice: random.Random, checkpoint
             await cluster.add(nursery, number)
         await trio.sleep(SETTLE_S)
         if cluster.pfs is not None:
-            await cluster.each(SimulatedNode.visit_root, dice)
+            await cluster.each(SimulatedNode.visit_root)
         costs.problems += [f"{node.name} sees too few" for node in cluster.living if len(node.mover.membership.view) < cluster.count]
         end_phase("start")
         for step in range(checkpoints):
-            await cluster.write_checkpoint(step, dice)
+            await cluster.write_checkpoint(step)
             await trio.sleep(SETTLE_S)
             if step:
                 await cluster.living[0].remove_tree(f"step_{step - 1}")
@@ -494,7 +494,7 @@ def _quiet(errors: ErrorsOnly) -> Iterator[None]:
 
 
 def run_simulated(
-    count: int, act: Callable[[SimulatedCluster, random.Random], Awaitable[Costs]], *, seed: int = 1, factor: int = 2, with_pfs: bool = True
+    count: int, act: Callable[[SimulatedCluster], Awaitable[Costs]], *, seed: int = 1, factor: int = 2, with_pfs: bool = True
 ) -> Costs:
     """Do `act` with a cluster that has no nodes yet."""
 
@@ -507,10 +507,10 @@ def run_simulated(
             nursery.start_soon(run_act, name="names")
 
     async def run_act() -> None:
-        found.append(await act(cluster, random.Random(seed)))
+        found.append(await act(cluster))
 
     place = memory()
-    cluster = SimulatedCluster(count, place, factor=factor, with_pfs=with_pfs)
+    cluster = SimulatedCluster(count, place, random.Random(seed), factor=factor, with_pfs=with_pfs)
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, place, ignore_errors=True)
         stack.callback(lambda: [node.db.close() for node in cluster.nodes.values()])
@@ -523,7 +523,7 @@ def run_simulated(
 
 def measure(count: int, *, checkpoints: int = 2, seed: int = 1, factor: int = 2, with_pfs: bool = True) -> Costs:
     """Take a cluster through its phases."""
-    return run_simulated(count, lambda cluster, dice: _run_phases(cluster, dice, checkpoints), seed=seed, factor=factor, with_pfs=with_pfs)
+    return run_simulated(count, lambda cluster: _run_phases(cluster, checkpoints), seed=seed, factor=factor, with_pfs=with_pfs)
 
 
 def fit_slope(points: list[tuple[float, float]]) -> tuple[float, float]:

@@ -1,11 +1,14 @@
 """The mount process of a simulated node, without FUSE: opens, writes and closes as its handlers do them, and the tracker of sets."""
 
+import functools
+import inspect
 import os
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import trio
 from ckptfs_daemon import ipc
 from ckptfs_daemon.fuse import session
@@ -132,7 +135,7 @@ async def list_history(node: SimulatedNode) -> dict[str, dict[str, int]]:
 def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], seed: int, *rules: RetentionRule, factor: int = 2) -> None:
     """Run a cluster of nodes that track sets; with rules, on a PFS."""
 
-    async def run(cluster: SimulatedCluster, dice: random.Random) -> Costs:
+    async def run(cluster: SimulatedCluster) -> Costs:
         cluster.etcd = SimulatedEtcd(cluster.time)
         cluster.retention = rules
         async with trio.open_nursery() as nursery:
@@ -140,9 +143,25 @@ def simulate(act: Callable[[SimulatedCluster, random.Random], Awaitable[None]], 
                 SimulatedMount(await cluster.add(nursery, number), nursery)
             await trio.sleep(SETTLE_S)
             if rules:
-                await cluster.each(SimulatedNode.visit_root, dice)
-            await act(cluster, dice)
+                await cluster.each(SimulatedNode.visit_root)
+            await act(cluster, cluster.dice)
             nursery.cancel_scope.cancel()
         return Costs(NODES)
 
     run_simulated(NODES, run, seed=seed, factor=factor, with_pfs=bool(rules))
+
+
+def simulated(*rules: RetentionRule, seeds: Iterable[int] = (1,), factor: int = 2) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """A decorator for async tests `test(cluster, ...)` of nodes that track sets, which run with each of the seeds; see `simulate`."""
+
+    def decorate(act: Callable[..., Any]) -> Callable[..., None]:
+        @pytest.mark.parametrize("seed", seeds)
+        @functools.wraps(act)
+        def test(seed: int, **fixtures: object) -> None:
+            simulate(lambda cluster, _: act(cluster, **fixtures), seed, *rules, factor=factor)
+
+        _, *others = inspect.signature(act).parameters.values()
+        test.__signature__ = inspect.Signature([inspect.Parameter("seed", inspect.Parameter.POSITIONAL_OR_KEYWORD), *others])  # type: ignore[attr-defined]
+        return test
+
+    return decorate
