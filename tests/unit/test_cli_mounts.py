@@ -1,4 +1,7 @@
-"""The command `ckptfs` with two mounts of which one is silent: it is named, the other is shown, and the exit code says so. F5, X11."""
+"""The command `ckptfs` with two mounts of which one is silent: it is named, the other is shown, and the exit code says so. F5, X11.
+
+One name may also have several state directories, of which one is mounted: all are shown, and each can be deleted (P5, P11).
+"""
 
 import json
 import os
@@ -9,13 +12,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ckptfs_client import client, mounts
-from ckptfs_client.errors import NoMount
+from ckptfs_client import cli, client, mounts
+from ckptfs_client.errors import NoMount, UsageError
 from ckptfs_client.mounts import Mount
-from ckptfs_client.node import doctor, files
+from ckptfs_client.node import doctor, files, unmounted
+from ckptfs_client.node.unmounted import UnmountedName
 from control_served import Served, serving
 from local_node import Node
 
+from ckptfs import runtime_dir
 from ckptfs.catalog import summary
 
 Run = Callable[..., tuple[int, str, str]]
@@ -135,3 +140,40 @@ def test_ls_on_a_dead_mount_gives_the_remedy(tmp_path: Path, run: Run, monkeypat
         assert code == 3 and "has ended; mount gone again with the same options" in err
     failure = files.build_path_error(tmp_path / "file", OSError(107, ""))
     assert isinstance(failure, NoMount)
+
+
+# --- one name with several state directories -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Two unmounted state directories of the name `run1`, which is mounted with a third one."""
+    found = [tmp_path / "a", tmp_path / "b"]
+    for state in found:
+        state.mkdir()
+        (state / "lock").touch()
+        (state / unmounted.CATALOG).touch()
+    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
+    runtime_dir.registry_path("run1").write_text(f'{{"pid": 1, "state": "{tmp_path}/c"}}')
+    mounted = [Mount("run1", tmp_path / "mnt", 0, 1)]
+    monkeypatch.setattr(unmounted, "list_mounts", lambda: mounted)
+    monkeypatch.setattr(unmounted, "list_unmounted", lambda: [UnmountedName("run1", state, None) for state in found if state.exists()])
+    return found
+
+
+def test_a_mounted_name_is_shown_beside_its_other_state_directories(states: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert [one["mounted"] for one in unmounted.describe_all()] == [True, False, False]
+    cli.list_names()
+    shown = capsys.readouterr().out
+    assert f"run1: mounted at {states[0].parent}/mnt\n" in shown and all(f"mounts --delete {state}\n" in shown for state in states)
+
+
+def test_one_of_several_is_deleted_by_its_directory(states: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The registration of the mounted one stays."""
+    unmounted.delete(str(states[0]), yes=True)
+    assert not states[0].exists() and states[1].exists() and runtime_dir.registry_path("run1").exists()
+    states[0].mkdir()
+    monkeypatch.setattr(unmounted, "list_mounts", list)
+    with pytest.raises(UsageError, match="several state directories") as refused:
+        unmounted.delete("run1", yes=True)
+    assert refused.value.remedy == "give one of them instead"
