@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from memory_store import MemoryEtcd, MemoryStore
-from shared_catalogs import Node, in_virtual_time, running, settled, stored, stored_tree
+from shared_catalogs import Node, async_tests, in_virtual_time, running, settled, stored, stored_tree
 
 from ckptfs.catalog import database, identity
 from ckptfs.catalog.database import Database
@@ -55,51 +55,48 @@ def play(root: Path, act: Callable[[Node, Node, LateStore], Awaitable[None]]) ->
     in_virtual_time(lambda: running(nodes, act_and_compare))
 
 
+two_nodes = async_tests(play, given=3)
+
+
 @pytest.mark.parametrize("requests", MOMENTS)
-def test_a_checkpoint_is_seen_under_its_name_although_its_creation_came_late(tmp_path: Path, requests: int) -> None:
+@two_nodes
+async def test_a_checkpoint_is_seen_under_its_name_although_its_creation_came_late(
+    a: Node, b: Node, store: LateStore, requests: int
+) -> None:
     """P1: the creation is applied after it has failed; the close and the rename that follow are not taken for it."""
-
-    async def act(a: Node, b: Node, store: LateStore) -> None:
-        store.requests = requests
-        await a.make("ckpt.tmp")
-        await a.grow("ckpt.tmp", 77, 88)
-        await a.rename("ckpt.tmp", "ckpt")
-        await settled([a])
-        assert b"ckpt.tmp" not in await b.names() and (await b.stat("ckpt")).size == 77
-
-    play(tmp_path, act)
+    store.requests = requests
+    await a.make("ckpt.tmp")
+    await a.grow("ckpt.tmp", 77, 88)
+    await a.rename("ckpt.tmp", "ckpt")
+    await settled([a])
+    assert b"ckpt.tmp" not in await b.names() and (await b.stat("ckpt")).size == 77
 
 
 @pytest.mark.parametrize("requests", MOMENTS)
-def test_a_removal_that_came_late_does_not_take_what_came_after_it(tmp_path: Path, requests: int) -> None:
-    async def act(a: Node, b: Node, store: LateStore) -> None:
-        await a.make("x")
-        store.requests = requests
-        await a.unlink("x")
-        made = await a.make("x")
-        await settled([a])
-        assert (await b.stat("x")).id == made.id
-
-    play(tmp_path, act)
+@two_nodes
+async def test_a_removal_that_came_late_does_not_take_what_came_after_it(a: Node, b: Node, store: LateStore, requests: int) -> None:
+    await a.make("x")
+    store.requests = requests
+    await a.unlink("x")
+    made = await a.make("x")
+    await settled([a])
+    assert (await b.stat("x")).id == made.id
 
 
 @pytest.mark.parametrize("requests", MOMENTS)
-def test_a_refused_transaction_that_was_sent_twice_is_not_applied_later(tmp_path: Path, requests: int) -> None:
+@two_nodes
+async def test_a_refused_transaction_that_was_sent_twice_is_not_applied_later(a: Node, b: Node, store: LateStore, requests: int) -> None:
     """Its condition fails when it is sent the second time, and holds again when the first copy arrives."""
-
-    async def act(a: Node, b: Node, store: LateStore) -> None:
-        theirs = await b.make("x")
-        store.requests, store.repeats = requests, True
-        with pytest.raises(FileExistsError):
-            await a.make("x")
-        await b.unlink("x")
-        await b.sharing.wait_published()
-        for _ in range(requests):
-            await b.sharing.refresh_name(1, b"other")
-        assert theirs.id not in {inode for inode, _, _, _ in stored_tree(store.etcd).values()}
-        assert b"x" not in await b.names()
-
-    play(tmp_path, act)
+    theirs = await b.make("x")
+    store.requests, store.repeats = requests, True
+    with pytest.raises(FileExistsError):
+        await a.make("x")
+    await b.unlink("x")
+    await b.sharing.wait_published()
+    for _ in range(requests):
+        await b.sharing.refresh_name(1, b"other")
+    assert theirs.id not in {inode for inode, _, _, _ in stored_tree(store.etcd).values()}
+    assert b"x" not in await b.names()
 
 
 @pytest.mark.parametrize("requests", MOMENTS)

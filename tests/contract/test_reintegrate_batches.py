@@ -3,7 +3,6 @@
 import stat
 from functools import partial
 from itertools import groupby
-from pathlib import Path
 
 import pytest
 import trio
@@ -160,7 +159,8 @@ async def test_a_restored_file_is_published_with_a_name(a: Node, b: Node) -> Non
 
 @pytest.mark.parametrize("are_directories", [False, True])
 @pytest.mark.parametrize("renamed_first", [False, True])
-def test_others_always_see_a_member_of_a_rotation(tmp_path: Path, renamed_first: bool, are_directories: bool) -> None:
+@two_nodes
+async def test_others_always_see_a_member_of_a_rotation(a: Node, b: Node, renamed_first: bool, are_directories: bool) -> None:
     """N2: a reader that finds none begins at zero."""
 
     async def save(node: Node, number: int) -> None:
@@ -173,98 +173,86 @@ def test_others_always_see_a_member_of_a_rotation(tmp_path: Path, renamed_first:
             await node.rename(name, name := f"old_{number}")
         await (node.rmdir if are_directories else node.unlink)(name)
 
-    async def act(a: Node, b: Node) -> None:
-        await save(b, 1)
-        await cut(b)
-        await save(b, 2)
-        await remove(b, 1)
-        await b.build(*OTHERS)
-        await save(b, 3)
-        await remove(b, 2)
-        await reconnect(a, b)
-        steps: set[bytes] = set()
-        for _, events in groupby(a.store.etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
-            had_steps = bool(steps)
-            for event in (one for one in events if b"step_" in one.key):
-                (steps.add if event.item else steps.discard)(event.key)
-            assert steps or not had_steps
-        assert steps
-
-    play_on_nodes(tmp_path, act, partial(replayed, 0))
+    await save(b, 1)
+    await cut(b)
+    await save(b, 2)
+    await remove(b, 1)
+    await b.build(*OTHERS)
+    await save(b, 3)
+    await remove(b, 2)
+    await reconnect(a, b)
+    steps: set[bytes] = set()
+    for _, events in groupby(a.store.etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
+        had_steps = bool(steps)
+        for event in (one for one in events if b"step_" in one.key):
+            (steps.add if event.item else steps.discard)(event.key)
+        assert steps or not had_steps
+    assert steps
 
 
 @pytest.mark.parametrize("filled", ["", "run", "run/step"])
 @pytest.mark.parametrize("is_large", [False, True])
-def test_a_directory_that_was_emptied_and_replaced_here_and_filled_there_keeps_its_name(
-    tmp_path: Path, filled: str, is_large: bool
+@two_nodes
+async def test_a_directory_that_was_emptied_and_replaced_here_and_filled_there_keeps_its_name(
+    a: Node, b: Node, filled: str, is_large: bool
 ) -> None:
     """P1: the return ends, and both directories are there: the one that others filled under its name, the other one beside it."""
-
-    async def act(a: Node, b: Node) -> None:
-        theirs = (await b.mkdir("run")).id
-        await b.build("run/step/", "run/step/old")
-        await cut(b)
-        await b.build("new/", "new/ours", *(OTHERS if is_large else ()))
-        for path in ("run/step/old", "run/step", "run"):
-            await (b.unlink if path.endswith("old") else b.rmdir)(path)
-        await b.rename("new", "run")
-        if filled:
-            await a.make(f"{filled}/theirs")
-        await reconnect(a, b)
-        found = await a.tree()
-        assert b"/run.ckptfs-conflict-n2-1/ours" in found if filled else b"/run/ours" in found
-        if filled:
-            assert found[b"/run"][0] == theirs and f"/{filled}/theirs".encode() in found
-        names: dict[bytes, int] = {}
-        for _, events in groupby(a.store.etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
-            names |= {event.key: (keys.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events}
-            assert theirs in names.values() or not any(name.startswith(b"e/%016x/" % theirs) and names[name] for name in names)
-
-    play_on_nodes(tmp_path, act, partial(replayed, 0))
+    theirs = (await b.mkdir("run")).id
+    await b.build("run/step/", "run/step/old")
+    await cut(b)
+    await b.build("new/", "new/ours", *(OTHERS if is_large else ()))
+    for path in ("run/step/old", "run/step", "run"):
+        await (b.unlink if path.endswith("old") else b.rmdir)(path)
+    await b.rename("new", "run")
+    if filled:
+        await a.make(f"{filled}/theirs")
+    await reconnect(a, b)
+    found = await a.tree()
+    assert b"/run.ckptfs-conflict-n2-1/ours" in found if filled else b"/run/ours" in found
+    if filled:
+        assert found[b"/run"][0] == theirs and f"/{filled}/theirs".encode() in found
+    names: dict[bytes, int] = {}
+    for _, events in groupby(a.store.etcd.events_from(b"e/", b"e0", 0), key=lambda event: event.revision):
+        names |= {event.key: (keys.decode_value(event.item.value if event.item else None) or {"child": 0})["child"] for event in events}
+        assert theirs in names.values() or not any(name.startswith(b"e/%016x/" % theirs) and names[name] for name in names)
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
 @pytest.mark.parametrize("way", ["renamed before", "renamed before many others", "at once"])
-def test_a_directory_that_was_removed_here_keeps_its_name_if_others_filled_it(tmp_path: Path, is_filled: bool, way: str) -> None:
+@two_nodes
+async def test_a_directory_that_was_removed_here_keeps_its_name_if_others_filled_it(a: Node, b: Node, is_filled: bool, way: str) -> None:
     """At once: in one change of the catalog, as with a set of the history; the store applies it in two transactions."""
-
-    async def act(a: Node, b: Node) -> None:
-        step = (await b.mkdir("step")).id
-        await b.make("step/old")
-        await cut(b)
-        if way == "at once":
-            with b.db.transaction():
-                namespace.unlink(b.db, step, b"old")
-                namespace.rmdir(b.db, ROOT, b"step")
-        else:
-            await b.rename("step", "gone")
-            await b.unlink("gone/old")
-            await b.build(*(OTHERS if way.endswith("others") else ()))
-            await b.rmdir("gone")
-        if is_filled:
-            await a.make("step/theirs")
-        await reconnect(a, b)
-        assert sorted({*await a.tree()} - {f"/{name}".encode() for name in OTHERS}) == ([b"/step", b"/step/theirs"] if is_filled else [])
-
-    play_on_nodes(tmp_path, act, partial(replayed, 0))
+    step = (await b.mkdir("step")).id
+    await b.make("step/old")
+    await cut(b)
+    if way == "at once":
+        with b.db.transaction():
+            namespace.unlink(b.db, step, b"old")
+            namespace.rmdir(b.db, ROOT, b"step")
+    else:
+        await b.rename("step", "gone")
+        await b.unlink("gone/old")
+        await b.build(*(OTHERS if way.endswith("others") else ()))
+        await b.rmdir("gone")
+    if is_filled:
+        await a.make("step/theirs")
+    await reconnect(a, b)
+    assert sorted({*await a.tree()} - {f"/{name}".encode() for name in OTHERS}) == ([b"/step", b"/step/theirs"] if is_filled else [])
 
 
 @pytest.mark.parametrize("is_filled", [False, True])
-def test_a_directory_that_others_deleted_takes_no_name_of_a_directory_that_they_filled(tmp_path: Path, is_filled: bool) -> None:
+@two_nodes
+async def test_a_directory_that_others_deleted_takes_no_name_of_a_directory_that_they_filled(a: Node, b: Node, is_filled: bool) -> None:
     """P1: it was renamed over the other one when the store fell silent. What is in that stays within reach."""
-
-    async def act(a: Node, b: Node) -> None:
-        await b.build("tmp/", "step/")
-        await cut(b)
-        with b.db.transaction():
-            namespace.rename(b.db, ROOT, b"tmp", ROOT, b"step")
-        await a.rmdir("tmp")
-        if is_filled:
-            await a.make("step/theirs")
-        await reconnect(a, b)
-        assert {*await a.tree()} == ({b"/step", b"/step/theirs", b"/step.ckptfs-conflict-n2-1"} if is_filled else {b"/step"})
-
-    play_on_nodes(tmp_path, act, partial(replayed, 0))
+    await b.build("tmp/", "step/")
+    await cut(b)
+    with b.db.transaction():
+        namespace.rename(b.db, ROOT, b"tmp", ROOT, b"step")
+    await a.rmdir("tmp")
+    if is_filled:
+        await a.make("step/theirs")
+    await reconnect(a, b)
+    assert {*await a.tree()} == ({b"/step", b"/step/theirs", b"/step.ckptfs-conflict-n2-1"} if is_filled else {b"/step"})
 
 
 @two_nodes

@@ -1,7 +1,6 @@
 """The history of sets on catalogs that share one store: names, links and separations of several nodes at once (T6, N1)."""
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -154,37 +153,34 @@ async def test_two_nodes_make_the_same_set_and_one_gives_up(a: Node, b: Node) ->
 
 @pytest.mark.parametrize("theirs", [b"f", b"ff"])
 @pytest.mark.parametrize("is_series_new", [False, True])
-def test_the_sets_of_an_island_get_numbers_that_no_other_set_has(tmp_path: Path, is_series_new: bool, theirs: bytes) -> None:
+@two_nodes
+async def test_the_sets_of_an_island_get_numbers_that_no_other_set_has(a: Node, b: Node, is_series_new: bool, theirs: bytes) -> None:
     """T6: a set never changes, and no number is used twice."""
-
-    async def act(a: Node, b: Node) -> None:
-        files = {name: (await a.make(name)).id for name in ("f0", "f1", "f2", "f3", *(f"other{number}" for number in range(100)))}
-        first = 1 if is_series_new else 2
-        if not is_series_new:
-            await keep(a, "f0")
-        await b.names()
-        await read_history(b)
-        b.cut(True)
-        for number, name in enumerate(["f1", "f2"], first):
-            await keep(b, name, number=number)
-        for name in list(files)[4:]:
-            await b.unlink(name)
-        with b.db.transaction() as db:
-            series = history.list_series(db)[0].directory
-            history.set_rollback(db, series, history.Rollback(first, 5))
-        await keep(a, "f3", number=first, name=theirs)
-        await reconnect(a, b)
-        kept = {f"{theirs.decode()}@{first}/f3": "f3", f"f@{first + 2}/f1": "f1", f"f@{first + 3}/f2": "f2"}
-        kept |= {} if is_series_new else {"f@1/f0": "f0"}
-        for node in (a, b):
-            assert await read_history(node) == {f"f*/{path}".encode(): files[name] for path, name in kept.items()}
-            (known,) = history.list_series(node.db)
-            found = history.list_sets(node.db, known.directory)
-            assert [one.record.number for one in found] == [first + 3, first + 2, first] + ([] if is_series_new else [1])
-            assert history.get_next_number(node.db, known.directory) == first + 4
-            assert is_series_new or known.rollback == history.Rollback(first + 2, 5)
-
-    play_on_nodes(tmp_path, act)
+    files = {name: (await a.make(name)).id for name in ("f0", "f1", "f2", "f3", *(f"other{number}" for number in range(100)))}
+    first = 1 if is_series_new else 2
+    if not is_series_new:
+        await keep(a, "f0")
+    await b.names()
+    await read_history(b)
+    b.cut(True)
+    for number, name in enumerate(["f1", "f2"], first):
+        await keep(b, name, number=number)
+    for name in list(files)[4:]:
+        await b.unlink(name)
+    with b.db.transaction() as db:
+        series = history.list_series(db)[0].directory
+        history.set_rollback(db, series, history.Rollback(first, 5))
+    await keep(a, "f3", number=first, name=theirs)
+    await reconnect(a, b)
+    kept = {f"{theirs.decode()}@{first}/f3": "f3", f"f@{first + 2}/f1": "f1", f"f@{first + 3}/f2": "f2"}
+    kept |= {} if is_series_new else {"f@1/f0": "f0"}
+    for node in (a, b):
+        assert await read_history(node) == {f"f*/{path}".encode(): files[name] for path, name in kept.items()}
+        (known,) = history.list_series(node.db)
+        found = history.list_sets(node.db, known.directory)
+        assert [one.record.number for one in found] == [first + 3, first + 2, first] + ([] if is_series_new else [1])
+        assert history.get_next_number(node.db, known.directory) == first + 4
+        assert is_series_new or known.rollback == history.Rollback(first + 2, 5)
 
 
 @two_nodes
@@ -212,27 +208,24 @@ async def test_a_set_whose_directory_is_in_the_store_before_its_name_gets_anothe
 
 @pytest.mark.parametrize("is_series_new", [False, True])
 @pytest.mark.parametrize("written", ["f1", "g99"])
-def test_a_set_of_an_island_goes_if_others_wrote_a_file_of_it(tmp_path: Path, is_series_new: bool, written: str) -> None:
+@two_nodes
+async def test_a_set_of_an_island_goes_if_others_wrote_a_file_of_it(a: Node, b: Node, is_series_new: bool, written: str) -> None:
     """P7: it would show a mixture of two saves. Its names need several transactions, and the last one may find that out."""
-
-    async def act(a: Node, b: Node) -> None:
-        files = ["f1", *(f"g{number}" for number in range(100))]
-        for name in ("f0", *files):
-            await a.make(name)
-        if not is_series_new:
-            await keep(a, "f0")
-        await b.names()
-        await read_history(b)
-        b.cut(True)
-        await keep(b, *files, number=2)
-        await write_file(a, written)
-        await reconnect(a, b)
-        for node in (a, b):
-            assert list(await read_history(node)) == ([] if is_series_new else [b"f*/f@1/f0"])
-            assert sorted(await node.names()) == sorted(name.encode() for name in ("f0", *files))
-            assert not any(history.list_unfinished(node.db, one.directory) for one in history.list_series(node.db))
-
-    play_on_nodes(tmp_path, act)
+    files = ["f1", *(f"g{number}" for number in range(100))]
+    for name in ("f0", *files):
+        await a.make(name)
+    if not is_series_new:
+        await keep(a, "f0")
+    await b.names()
+    await read_history(b)
+    b.cut(True)
+    await keep(b, *files, number=2)
+    await write_file(a, written)
+    await reconnect(a, b)
+    for node in (a, b):
+        assert list(await read_history(node)) == ([] if is_series_new else [b"f*/f@1/f0"])
+        assert sorted(await node.names()) == sorted(name.encode() for name in ("f0", *files))
+        assert not any(history.list_unfinished(node.db, one.directory) for one in history.list_series(node.db))
 
 
 @pytest.mark.parametrize("names", [["f1"], ["f1", "second"]])

@@ -464,56 +464,48 @@ def test_a_directory_that_is_in_itself_is_no_value(key: SharedKey) -> None:
     assert "itself" in value_checks.find_fault(key, keys.encode_fields(value))
 
 
-def test_a_change_that_the_store_refuses_for_ever_stays_here_and_the_others_go_on(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_change_that_the_store_refuses_for_ever_stays_here_and_the_others_go_on(a: Node, b: Node) -> None:
     """P1: no island; one line and the status name the path; the next change of the file is tried again."""
-    etcd = MemoryEtcd()
+    etcd = a.store.etcd
     etcd.request_bytes_max = 8 * KIB
-    a, b = nodes = [Node(tmp_path / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
-
-    async def act() -> None:
-        await a.build("d/", "d/large", "d/small")
-        large = (await a.stat("d/large")).id
+    await a.build("d/", "d/large", "d/small")
+    large = (await a.stat("d/large")).id
+    with a.db.transaction() as db:
+        db.run("INSERT INTO xattr (inode, name, value) VALUES (?, ?, ?)", large, b"user.x", bytes(16 * KIB))
+    for number in range(5):
         with a.db.transaction() as db:
-            db.run("INSERT INTO xattr (inode, name, value) VALUES (?, ?, ?)", large, b"user.x", bytes(16 * KIB))
-        for number in range(5):
-            with a.db.transaction() as db:
-                db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600 + number, (await a.stat("d/small")).id)
-        await settled([a])
-        assert not a.sharing.is_disconnected
-        await a.make("d/later")
-        assert await b.names("d") == [b"large", b"later", b"small"]
-        assert (await b.stat("d/small")).mode & 0o777 == 0o604
-        ((_, report, _),) = summary.list_troubles(a.db, UNSHARED_TROUBLE)
-        assert report["path"] == "d/large"
-        etcd.request_bytes_max = 100 * KIB
-        await a.set("d/large", mode=0o600)
-        assert b.db.value("SELECT 1 FROM xattr WHERE inode = ?", (await b.stat("d/large")).id)
-        assert await a.tree() == await b.tree() == stored_tree(etcd)
-
-    in_virtual_time(lambda: running(nodes, act))
+            db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600 + number, (await a.stat("d/small")).id)
+    await settled([a])
+    assert not a.sharing.is_disconnected
+    await a.make("d/later")
+    assert await b.names("d") == [b"large", b"later", b"small"]
+    assert (await b.stat("d/small")).mode & 0o777 == 0o604
+    ((_, report, _),) = summary.list_troubles(a.db, UNSHARED_TROUBLE)
+    assert report["path"] == "d/large"
+    etcd.request_bytes_max = 100 * KIB
+    await a.set("d/large", mode=0o600)
+    assert b.db.value("SELECT 1 FROM xattr WHERE inode = ?", (await b.stat("d/large")).id)
+    assert await a.tree() == await b.tree() == stored_tree(etcd)
 
 
-def test_a_store_that_permits_too_few_operations_forgets_no_change(tmp_path: Path) -> None:
+@two_nodes
+async def test_a_store_that_permits_too_few_operations_forgets_no_change(a: Node, b: Node) -> None:
     """P1: the status names the option; what was changed meanwhile is shared when the operator has set it right."""
-    etcd = MemoryEtcd()
-    a, b = nodes = [Node(tmp_path / str(number), number, MemoryStore(etcd)) for number in (1, 2)]
-
-    async def act() -> None:
-        await a.build("d/", "d/before")
-        etcd.operations_max = 3
-        with a.db.transaction() as db:
-            db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600, (await a.stat("d/before")).id)
-        await a.build("d/1", "d/2", "d/3")
-        ((_, report, _),) = summary.list_troubles(a.db, TROUBLE)
-        assert "--max-txn-ops=128" in report["remedy"] and "too few operations" in report["what"]
-        assert summary.list_troubles(a.db, UNSHARED_TROUBLE) == []
-        etcd.operations_max = limits.ETCD_TRANSACTION_MAX
-        await settled(nodes)
-        assert summary.list_troubles(a.db, TROUBLE) == []
-        assert await b.names("d") == [b"1", b"2", b"3", b"before"] and (await b.stat("d/before")).mode & 0o777 == 0o600
-        assert await a.tree() == await b.tree() == stored_tree(etcd)
-
-    in_virtual_time(lambda: running(nodes, act))
+    etcd = a.store.etcd
+    await a.build("d/", "d/before")
+    etcd.operations_max = 3
+    with a.db.transaction() as db:
+        db.run("UPDATE inode SET mode = ? WHERE id = ?", 0o100600, (await a.stat("d/before")).id)
+    await a.build("d/1", "d/2", "d/3")
+    ((_, report, _),) = summary.list_troubles(a.db, TROUBLE)
+    assert "--max-txn-ops=128" in report["remedy"] and "too few operations" in report["what"]
+    assert summary.list_troubles(a.db, UNSHARED_TROUBLE) == []
+    etcd.operations_max = limits.ETCD_TRANSACTION_MAX
+    await settled([a, b])
+    assert summary.list_troubles(a.db, TROUBLE) == []
+    assert await b.names("d") == [b"1", b"2", b"3", b"before"] and (await b.stat("d/before")).mode & 0o777 == 0o600
+    assert await a.tree() == await b.tree() == stored_tree(etcd)
 
 
 @pytest.mark.parametrize("has_name", [True, False])

@@ -243,9 +243,7 @@ async def test_who_stood_still_for_long_touches_nothing_any_more(cluster: Writer
         await cluster.settle()
         assert (cluster.pfs / "f").read_bytes() == b"3"
 
-    cluster.meanwhile[label] = others_go_on
-    while cluster.meanwhile:
-        await cluster.step(still)
+    await cluster.step_through(still, label, others_go_on)
     assert (cluster.pfs / "f").read_bytes() == b"3" and not (cluster.pfs / "h").exists()
     still.live()
     await cluster.settle()
@@ -295,9 +293,7 @@ async def test_a_call_that_lands_late_harms_nothing_newer(
             await one.put(name, b"new " + name.encode(), mtime_ns=6)
         await cluster.settle()
 
-    cluster.meanwhile[label] = others_go_on
-    while cluster.meanwhile:
-        await cluster.step(still)
+    await cluster.step_through(still, label, others_go_on)
     assert [(cluster.pfs / name).read_bytes() for name in "abg"] == [b"new a", b"new b", b"new g"]
     still.live()
     await cluster.settle()
@@ -336,9 +332,7 @@ async def test_a_directory_that_is_moved_late_replaces_no_empty_one(cluster: Wri
         await one.put("d/y", b"y")
         await cluster.settle()
 
-    cluster.meanwhile["write_back:move"] = others_go_on
-    while cluster.meanwhile:
-        await cluster.step(still)
+    await cluster.step_through(still, "write_back:move", others_go_on)
     assert {path.name for path in cluster.pfs.iterdir() if not path.name.startswith(".")} == {"d", "e"}
     still.live()
     await cluster.settle()

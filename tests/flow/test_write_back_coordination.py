@@ -225,9 +225,7 @@ async def test_what_is_announced_is_not_taken_back_by_an_older_mark(cluster: Wri
         assert stored(cluster.etcd)[name]["by"] == one.number
 
     await one.put("f", b"1")
-    cluster.meanwhile["write_back:intent_announced"] = tell_again
-    while cluster.meanwhile:
-        await cluster.step(one)
+    await cluster.step_through(one, "write_back:intent_announced", tell_again)
 
 
 @on_two_nodes(b"d", b"d/f")
@@ -369,9 +367,7 @@ def test_a_directory_that_another_node_is_just_moving_is_not_gone(tmp_path: Path
             for _ in range(6):
                 await cluster.step(one)
 
-        cluster.meanwhile["write_back:directory"] = write_back_meanwhile
-        while cluster.meanwhile:
-            await cluster.step(two)
+        await cluster.step_through(two, "write_back:directory", write_back_meanwhile)
 
     cluster = run(tmp_path, 0, act)
     assert not [name for name in cluster.shared() if b"conflict" in name]
@@ -455,9 +451,7 @@ async def test_what_is_planned_again_leaves_nothing_in_a_directory_that_was_move
         await cluster.write_back_all(one)
         await one.unlink("e/f")
 
-    cluster.meanwhile[label] = move_meanwhile
-    while cluster.meanwhile:
-        await cluster.step(two)
+    await cluster.step_through(two, label, move_meanwhile)
 
 
 def test_an_interrupted_batch_is_not_finished_in_another_directory_of_that_name(
@@ -478,9 +472,7 @@ def test_an_interrupted_batch_is_not_finished_in_another_directory_of_that_name(
             await one.mkdir("d")
             await cluster.write_back_all(one)
 
-        cluster.meanwhile["pfs:walk"] = replace_meanwhile
-        while cluster.meanwhile:
-            await cluster.step(two)
+        await cluster.step_through(two, "pfs:walk", replace_meanwhile)
 
     run(tmp_path, 0, act)
     assert "gone from the PFS" not in caplog.text
@@ -675,38 +667,39 @@ def test_a_file_that_a_dead_node_was_exchanging_in_a_ring_gets_its_name_from_a_s
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
-def test_what_a_dead_node_was_changing_in_a_directory_that_cannot_be_read_waits_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+@on_two_nodes(b"d", b"d/x", b"e", b"e/y")
+async def test_what_a_dead_node_was_changing_in_a_directory_that_cannot_be_read_waits_alone(
+    cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """P1, P9: nobody can find out how far it came; the survivor writes back everything else, and that as soon as it can."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
 
-    async def act(cluster: WriterCluster) -> None:
-        one, two = cluster.nodes
-        for name in ("d", "e"):
-            await one.mkdir(name)
-        await one.put("d/x", b"0")
-        await cluster.settle()
-        await one.put("d/x", b"1")
-        cluster.dying_at = {"write_back:put"}
-        await cluster.write_back_all(one)
-        await two.put("d/x", b"2")
-        await two.put("new", b"3")
-        await two.rename("new", "d/x")
-        await two.put("e/y", b"4")
-        cluster.refusing = 0.1  # An error of the PFS is tried again.
-        with monkeypatch.context() as patch:
-            Refusal(patch, "open", lambda name: name == b"d", code)
-            for _ in range(20):
-                await cluster.step(two)
-            assert (cluster.pfs / "e" / "y").read_bytes() == b"4"
-            assert [value["path"] for _, value, _ in summary.list_troubles(two.db, summary.DEFERRED_TROUBLE)] == ["d/x"]
-        assert (cluster.pfs / "d" / "x").read_bytes() == b"0"
-
-    assert set(run(tmp_path, 0, act).shared()) == {b"d", b"d/x", b"e", b"e/y"}
+    one, two = cluster.nodes
+    for name in ("d", "e"):
+        await one.mkdir(name)
+    await one.put("d/x", b"0")
+    await cluster.settle()
+    await one.put("d/x", b"1")
+    cluster.dying_at = {"write_back:put"}
+    await cluster.write_back_all(one)
+    await two.put("d/x", b"2")
+    await two.put("new", b"3")
+    await two.rename("new", "d/x")
+    await two.put("e/y", b"4")
+    cluster.refusing = 0.1  # An error of the PFS is tried again.
+    with monkeypatch.context() as patch:
+        Refusal(patch, "open", lambda name: name == b"d", code)
+        for _ in range(20):
+            await cluster.step(two)
+        assert (cluster.pfs / "e" / "y").read_bytes() == b"4"
+        assert [value["path"] for _, value, _ in summary.list_troubles(two.db, summary.DEFERRED_TROUBLE)] == ["d/x"]
+    assert (cluster.pfs / "d" / "x").read_bytes() == b"0"
 
 
-def test_what_a_dead_node_had_renamed_counts_when_a_survivor_has_synced_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@on_two_nodes(b"d", b"d/f", b"other")
+async def test_what_a_dead_node_had_renamed_counts_when_a_survivor_has_synced_it(
+    cluster: WriterCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """P3, P9: the node dies before the fsync of the directory. A power cut of the PFS may still undo the rename."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 1000.0)
     fsync, calls, is_failing = os.fsync, [], True
@@ -722,33 +715,29 @@ def test_what_a_dead_node_had_renamed_counts_when_a_survivor_has_synced_it(tmp_p
         state = stored(cluster.etcd).get(SharedKey(PFS_STATE, (await cluster.nodes[1].stat("d/f")).id), {})
         return bool(state.get("published", [0, False])[1])
 
-    async def act(cluster: WriterCluster) -> None:
-        nonlocal is_failing
-        one, two = cluster.nodes
-        await one.mkdir("d")
-        await cluster.settle()
-        two.hold(one, await one.put("d/f", b"1"))
+    one, two = cluster.nodes
+    await one.mkdir("d")
+    await cluster.settle()
+    two.hold(one, await one.put("d/f", b"1"))
+    await settled(cluster.nodes)
+    cluster.dying_at = {"write_back:directory"}
+    await cluster.step(one)
+    assert not one.alive and (cluster.pfs / "d" / "f").read_bytes() == b"1"
+    monkeypatch.setattr(os, "fsync", fail)
+    cluster.refusing = 0.1  # An error of the PFS is tried again.
+    await two.put("other", b"2")
+    await cluster.take_over(two)
+    for _ in range(8):
         await settled(cluster.nodes)
-        cluster.dying_at = {"write_back:directory"}
-        await cluster.step(one)
-        assert not one.alive and (cluster.pfs / "d" / "f").read_bytes() == b"1"
-        monkeypatch.setattr(os, "fsync", fail)
-        cluster.refusing = 0.1  # An error of the PFS is tried again.
-        await two.put("other", b"2")
-        await cluster.take_over(two)
-        for _ in range(8):
-            await settled(cluster.nodes)
-            await cluster.step(two)
-        assert calls and not await is_complete(cluster) and (cluster.pfs / "other").exists()
-        assert [value["path"] for _, value, _ in summary.list_troubles(two.db, summary.DEFERRED_TROUBLE)] == ["d/f"]
-        calls.clear()
-        is_failing = False
-        two.write_back.retry_now()
-        await settled(cluster.nodes)
-        await cluster.write_back_all(two)
-        assert calls and await is_complete(cluster)
-
-    assert set(run(tmp_path, 0, act).shared()) == {b"d", b"d/f", b"other"}
+        await cluster.step(two)
+    assert calls and not await is_complete(cluster) and (cluster.pfs / "other").exists()
+    assert [value["path"] for _, value, _ in summary.list_troubles(two.db, summary.DEFERRED_TROUBLE)] == ["d/f"]
+    calls.clear()
+    is_failing = False
+    two.write_back.retry_now()
+    await settled(cluster.nodes)
+    await cluster.write_back_all(two)
+    assert calls and await is_complete(cluster)
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.EACCES])
@@ -894,28 +883,26 @@ async def test_a_deleted_file_that_an_exchange_was_to_move_goes(cluster: WriterC
 
 
 @pytest.mark.parametrize(("linker", "saver", "remover"), [(0, 0, 1), (1, 0, 0), (1, 1, 0)])
-def test_the_last_checkpoint_stays_until_a_newer_one_is_there(tmp_path: Path, linker: int, saver: int, remover: int) -> None:
+@on_two_nodes(b"newer")
+async def test_the_last_checkpoint_stays_until_a_newer_one_is_there(cluster: WriterCluster, linker: int, saver: int, remover: int) -> None:
     """P6: the old one had a second name that another node has made or removed. Both names lead nowhere now."""
 
     def look(cluster: WriterCluster) -> None:
         names = {path.name for path in cluster.pfs.iterdir()}
         assert names & {"old", "newer"}, names
 
-    async def act(cluster: WriterCluster) -> None:
-        nodes = cluster.nodes
-        await nodes[0].put("old", b"1")
-        await cluster.settle()
-        await nodes[linker].link("old", "best")
-        while linker == saver == 0 and await cluster.step(nodes[0]):
-            pass
-        await nodes[saver].put("newer", b"2")
-        await nodes[saver].unlink("old")
-        await nodes[remover].unlink("best")
-        with intercepted(lambda _: None, lambda _: look(cluster)):
-            for node in reversed(nodes):
-                await cluster.write_back_all(node)
-
-    assert set(run(tmp_path, 0, act).shared()) == {b"newer"}
+    nodes = cluster.nodes
+    await nodes[0].put("old", b"1")
+    await cluster.settle()
+    await nodes[linker].link("old", "best")
+    while linker == saver == 0 and await cluster.step(nodes[0]):
+        pass
+    await nodes[saver].put("newer", b"2")
+    await nodes[saver].unlink("old")
+    await nodes[remover].unlink("best")
+    with intercepted(lambda _: None, lambda _: look(cluster)):
+        for node in reversed(nodes):
+            await cluster.write_back_all(node)
 
 
 def test_an_exchange_is_shown_although_both_names_are_gone_by_now(tmp_path: Path) -> None:
@@ -971,9 +958,7 @@ async def test_a_file_of_which_another_node_is_removing_a_name_is_not_replaced_m
         for _ in range(3):
             await cluster.step(one)
 
-    cluster.meanwhile["write_back:directory"] = write_back_meanwhile
-    while cluster.meanwhile:
-        await cluster.step(two)
+    await cluster.step_through(two, "write_back:directory", write_back_meanwhile)
 
 
 @on_two_nodes(b"f", b"e")

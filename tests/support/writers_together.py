@@ -244,6 +244,12 @@ class WriterCluster:
         while self.deadly:
             await self.step(node)
 
+    async def step_through(self, node: Writer, label: str, act: Callable[[], Any]) -> None:
+        """Let its write-back go on until it comes to this disk operation, at which `act` happens."""
+        self.meanwhile[label] = act
+        while self.meanwhile:
+            await self.step(node)
+
     async def write_back_all(self, node: Writer) -> None:
         """Let its write-back go on until it rests."""
         while await self.step(node):
