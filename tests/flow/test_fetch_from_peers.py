@@ -165,23 +165,6 @@ def test_writing_on_another_node_makes_the_file_its_own(tmp_path: Path) -> None:
     replicate(three, newer)
 
 
-def test_only_the_blocks_that_changed_come(tmp_path: Path) -> None:
-    cluster, one, _, three = make_cluster(tmp_path, 3)
-    content = replicated(cluster, b"a", os.urandom(4 * BLOCK))
-    bring(three, one.inode(content))
-    content = one.rewrite(content, lambda data: data.__setitem__(2 * BLOCK, data[2 * BLOCK] ^ 1))
-    came: list[int] = []
-    real = three.peers.fetch
-
-    def counted(sources, record, wanted, *rest, **named):  # type: ignore[no-untyped-def]
-        came.extend(wanted)
-        return real(sources, record, wanted, *rest, **named)
-
-    three.peers.fetch = counted  # type: ignore[method-assign]
-    bring(three, one.inode(content))
-    assert came == [2] and three.data(content) == one.data(content)
-
-
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("fetch:peer:")))
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
 def test_a_failure_anywhere_leaves_no_trace(tmp_path: Path, label: str, tier: Tier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from local_node import inject_fault
 from ckptfs import digest, disk, limits
 from ckptfs.catalog import contents, copies, remote_contents
 from ckptfs.catalog.contents import set_state
-from ckptfs.clique.peer_api import CopyNotFound, Offer, PeerCorrupt, PeerFailed, PeerRefused
+from ckptfs.clique.peer_api import CopyNotFound, Offer, PeerFailed, PeerRefused
 from ckptfs.errors import Busy, InvalidArgument, NoSpace
 from ckptfs.flow.recover import Recover
 from ckptfs.model import ContentState, CopyState, Tier
@@ -356,15 +356,6 @@ def test_after_a_death_what_was_arriving_is_gone(two: LocalCluster) -> None:
     Recover(other.db, other.tiers, other.told).run()
     assert other.files(Tier.RAM) == set() and other.db.rows("SELECT * FROM copy WHERE state = 0") == []
     assert other.db.rows("SELECT state FROM content WHERE state IN (3, 4)") == [], "a peer's content that is not here is not lost"
-
-
-def test_a_liar_is_found_out(two: LocalCluster) -> None:
-    one, _ = two.nodes
-    content = one.written(b"a", os.urandom(BLOCK))
-    offer = offer_of(one, content)
-    one.spoil(content, Tier.RAM)
-    with pytest.raises(PeerCorrupt):
-        send(two, content, offer)
 
 
 def test_what_is_written_here_while_a_peer_sends_does_not_give_way(two: LocalCluster) -> None:

@@ -44,13 +44,6 @@ def delete(cluster: LocalCluster, *keys: str) -> None:
     cluster.store.commit([], [Delete(key.encode()) for key in keys])
 
 
-def test_needed_copies_stay(tmp_path: Path) -> None:
-    cluster = LocalCluster(tmp_path, 3)
-    content = replicated(cluster)
-    tidy(*cluster.nodes)
-    assert [node.copies(content) for node in cluster.nodes] == [{Tier.RAM: CopyState.GOOD}] * 2 + [{}]
-
-
 def test_a_file_that_cannot_be_read_in_the_store_keeps_its_copies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """P5: what the store says of it is damaged; it exists all the same."""
     cluster, content, *_ = make_replicated(tmp_path, 3)
@@ -387,15 +380,6 @@ def test_a_node_that_was_dead_to_the_others_looks_through_what_it_has(tmp_path: 
         assert two.files(Tier.RAM) == left
 
 
-def test_without_the_store_nothing_goes(tmp_path: Path) -> None:
-    cluster, content, one, two = make_replicated(tmp_path, 2)
-    delete(cluster, f"i/{one.inode(content):016x}")
-    two.store.reachable = False
-    with pytest.raises(StoreUnreachable):
-        tidy(two)
-    assert two.copies(content) == {Tier.RAM: CopyState.GOOD}
-
-
 def test_a_report_outlives_a_store_that_is_away(tmp_path: Path) -> None:
     """The node that told it has deleted its own copy by then, and tells it no more."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
@@ -406,6 +390,7 @@ def test_a_report_outlives_a_store_that_is_away(tmp_path: Path) -> None:
     two.store.reachable = False
     with pytest.raises(StoreUnreachable):
         flow.step()
+    assert two.state(content) is ContentState.SEALED, "without the store nothing goes"
     two.store.reachable = True
     run_until_idle(flow)
     assert two.state(content) is ContentState.DOOMED and two.host.reported_unneeded == set()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from clique_world import MIB, LocalCluster, Node, cluster_of, is_at_rest, level, make_cluster, offer_of, replicate, replicate_of, until
-from local_node import inject_fault, run_until_idle
+from local_node import inject_fault
 
 from ckptfs import disk, limits, step_durations
 from ckptfs.catalog import contents, copies, exposure, peer_copies, summary
@@ -95,16 +95,6 @@ def test_a_peer_that_hangs_delays_no_other(tmp_path: Path) -> None:
     until(lambda: all(two.copies(content) for content in written), flow.step)
 
 
-def test_a_failed_copy_is_retried(tmp_path: Path) -> None:
-    _, one, *_ = make_cluster(tmp_path, 2)
-    failures = one.peers.fail("send", 2)
-    content = one.written(b"a", b"hello")
-    flow = replicate_of(one)
-    flow.step()
-    until(lambda: failures[0] < 2 and flow.next_due_s() is not None)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
-
-
 @pytest.mark.parametrize("is_ended_by_a_user", [True, False])
 def test_a_wait_that_ends_during_a_plan_changes_no_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_ended_by_a_user: bool) -> None:
     """G1: what the plan has passed over until then may be the most urgent. It goes first with the next plan, and that comes at once."""
@@ -175,16 +165,6 @@ def test_a_deletion_is_passed_on_to_nodes_that_fetched_the_file(tmp_path: Path) 
     until(lambda: two.host.reported_unneeded == {content} == three.host.reported_unneeded, flow.step)
     assert peer_copies.list_unneeded(one.db, 10) == []
     assert locations.load(cluster.store, [content])[content].copies == ()
-
-
-def test_many_deletions_are_passed_on(tmp_path: Path) -> None:
-    one, two = LocalCluster(tmp_path, 2).nodes
-    with one.db.transaction():
-        for content in range(1000, 1200):
-            peer_copies.insert_unneeded_copy(one.db, content, 2)
-    flow = replicate_of(one)
-    run_until_idle(flow)
-    assert two.host.reported_unneeded == set(range(1000, 1200))
 
 
 def test_a_living_peer_that_is_unreachable_is_notified_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,18 +279,6 @@ def test_a_peer_that_takes_none_of_many_failed_once(tmp_path: Path) -> None:
     until(lambda: failed and is_at_rest(flow))
     assert flow.next_due_s() is None or flow.next_due_s() < 2 ** (limits.PEER_SENDS_MAX + 1) * limits.RETRY_FIRST_S  # type: ignore[operator]
     until(lambda: all(level(one, content) is Level.CLIQUE for content in found), flow.step)
-
-
-def test_many_small_files_need_few_transactions(tmp_path: Path) -> None:
-    _, one, two = make_cluster(tmp_path, 2)
-    written = []
-    for number in range(300):
-        written.append(one.make(b"f%d" % number, b"%d" % number))
-    one.seal()
-    flow = replicate_of(one)
-    until(lambda: all(level(one, content) is Level.CLIQUE for content in written), flow.step)
-    assert two.files(Tier.RAM) == set(written)
-    until(lambda: peer_copies.get_replication_lag(one.db)[0] == 0, flow.step)
 
 
 @pytest.mark.parametrize("label", sorted(label for label in disk.LABELS if label.startswith("replicate:")))

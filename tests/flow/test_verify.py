@@ -11,10 +11,9 @@ from ckptfs_daemon.control.control_context import ControlContext
 from local_node import MIB, Node, in_process
 from write_back_world import Mount
 
-from ckptfs import disk
 from ckptfs.catalog import copies
 from ckptfs.errors import Busy
-from ckptfs.flow.verify import CheckResult, verify
+from ckptfs.flow.verify import verify
 from ckptfs.model import ContentState, CopyState, Tier
 from ckptfs.tiers import local_copies, transfer
 
@@ -26,13 +25,6 @@ def twice(node: Node, data: bytes = b"data" * 1000) -> int:
     content = node.make_sealed(b"file", data)
     node.copy_to_tier(content, Tier.NVME)
     return content
-
-
-def test_good_copies_are_good_and_freshly_verified(node: Node) -> None:
-    content = twice(node)
-    node.db.run("UPDATE copy SET verified_ns = 1")
-    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM), CheckResult(Tier.NVME)]
-    assert all(copy.verified_ns > 1 for copy in copies.list_copies(node.db, content))
 
 
 @pytest.mark.parametrize("tier", [Tier.RAM, Tier.NVME])
@@ -54,15 +46,6 @@ def test_a_file_that_is_short_or_gone_is_remade(node: Node, harm: str) -> None:
     assert node.copies(content) == GOOD_BOTH and node.data(content, Tier.NVME) == b"data" * 1000
 
 
-def test_the_last_copy_is_quarantined_and_kept(node: Node) -> None:
-    content = node.make_sealed(b"file", b"data")
-    node.spoil(content, Tier.RAM)
-    (found,) = verify(node.db, node.tiers, content)
-    assert not found.ok and not found.repaired
-    assert node.copies(content) == {Tier.RAM: CopyState.QUARANTINED} and node.files(Tier.RAM) == {content}
-    assert node.state(content) is ContentState.LOST
-
-
 def test_a_published_content_is_not_lost(node: Node) -> None:
     content = node.make_sealed(b"file", b"data")
     node.publish(content)
@@ -71,27 +54,9 @@ def test_a_published_content_is_not_lost(node: Node) -> None:
     assert node.state(content) is ContentState.SEALED, "the next open fetches it"
 
 
-def test_a_copy_that_is_right_again_counts_again(node: Node) -> None:
-    content = node.make_sealed(b"file", b"data")
-    node.spoil(content, Tier.RAM)
-    verify(node.db, node.tiers, content)
-    assert node.state(content) is ContentState.LOST
-    node.spoil(content, Tier.RAM)
-    assert verify(node.db, node.tiers, content) == [CheckResult(Tier.RAM)]
-    assert node.state(content) is ContentState.SEALED and node.copies(content) == {Tier.RAM: CopyState.GOOD}
-
-
 def test_an_unsealed_content_is_not_verified(node: Node) -> None:
     assert verify(node.db, node.tiers, node.make(b"file", b"data")) == []
     assert verify(node.db, node.tiers, 4711) == []
-
-
-def test_a_read_error_quarantines_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    content = twice(node)
-    monkeypatch.setattr(disk, "_fault", "verify:read=EIO@*")
-    with pytest.raises(OSError, match="injected"):
-        verify(node.db, node.tiers, content)
-    assert node.copies(content) == GOOD_BOTH
 
 
 @pytest.mark.parametrize("meanwhile", ["written", "evicted"])

@@ -142,6 +142,8 @@ def test_bad_usage(served: Served, run: Run, tmp_path: Path) -> None:
     code, _, err = run("wait", tmp_path / "mnt", "--level", "clique")
     # tmp_path/mnt has no inode of the catalog, but the level is looked at first.
     assert code == 2 and "keeps no copies on other nodes" in err
+    refused = (2, "", "ckptfs: 'disk' is not a level that can be waited for; accepted: local, clique, pfs\n")
+    assert run("wait", tmp_path / "mnt", "--level", "disk") == refused
     code, _, err = run("wait", "--bogus")
     assert code == 2 and "--bogus" in err
     assert run("frobnicate")[0] == 2
@@ -193,14 +195,6 @@ def test_several_mounts_have_one_line_each() -> None:
     ]
 
 
-def test_a_mount_that_does_not_answer(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptfs_client.client.ANSWER_S", 0.2)
-    monkeypatch.setenv("CKPTFS_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.setattr(mounts, "list_mounts", lambda: [Mount("gone", tmp_path, os.geteuid(), 0)])
-    code, out, err = run("status")
-    assert (code, out) == (3, "") and f"the daemon of gone ({tmp_path}) does not answer; its log says why" in err
-
-
 def test_of_several_mounts_an_error_names_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Also if the daemon answers with an error in which it does not name itself."""
 
@@ -249,12 +243,6 @@ def test_an_output_that_takes_nothing(end: str, code: int, words: str, is_buffer
         shell = f"{shlex.quote(sys.executable)} -m ckptfs_client {command} {end}"
         done = subprocess.run(["sh", "-c", shell], env=env, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
         assert (done.returncode, done.stderr) == (code, f"ckptfs: {words}\n" if words else ""), command
-
-
-def test_a_level_that_no_file_can_have(served: Served, run: Run, tmp_path: Path) -> None:
-    """P11. The sentence begins with what is wrong."""
-    code, _, err = run("wait", tmp_path / "mnt", "--level", "disk")
-    assert (code, err) == (2, "ckptfs: 'disk' is not a level that can be waited for; accepted: local, clique, pfs\n")
 
 
 def test_version_is_quick() -> None:
