@@ -1,7 +1,6 @@
 """P1, P8, P9: nodes that are cut off, an etcd that is away, slow links, and restarts under load."""
 
 import contextlib
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -46,29 +45,6 @@ def test_a_node_that_is_cut_off_goes_on_and_comes_back(lab: ClusterUnderTest, pl
     eventually(lambda: [lab.tree(place) for place in places] == [expected] * 3, what="all nodes show what all did")
 
 
-def test_of_two_files_under_one_name_the_later_one_wins(lab: ClusterUnderTest, places: list[Path]) -> None:
-    """P1: and the other one stays beside it."""
-    lab[0].cut()
-    (places[0] / "both").write_bytes(b"earlier" * 1000)
-    (places[1] / "both").write_bytes(b"later" * 1000)
-    (places[0] / "directory").mkdir()
-    (places[1] / "directory").mkdir()
-    (places[0] / "directory" / "of node1").write_bytes(b"1")
-    (places[1] / "directory" / "of node2").write_bytes(b"2")
-    lab[0].mend()
-
-    def merged() -> bool:
-        trees = [lab.tree(place) for place in places]
-        return trees[0] == trees[1] == trees[2] and len(trees[0]) == 5
-
-    eventually(merged, what=f"all nodes show both: {[sorted(lab.tree(place)) for place in places]}")
-    tree = lab.tree(places[2])
-    assert tree["both"] == b"later" * 1000
-    assert (tree["directory/of node1"], tree["directory/of node2"]) == (b"1", b"2")
-    (conflict,) = (name for name in tree if name.startswith("both.ckptfs-conflict-node1"))
-    assert tree[conflict] == b"earlier" * 1000
-
-
 @pytest.mark.parametrize("later", [0, 1])
 def test_a_file_that_both_sides_changed_becomes_two(lab: ClusterUnderTest, places: list[Path], later: int) -> None:
     """P1: whoever closed it later has the name; the bytes of both are there, on all nodes."""
@@ -89,26 +65,6 @@ def test_a_file_that_both_sides_changed_becomes_two(lab: ClusterUnderTest, place
     assert tree.pop("changed") == data[later]
     ((name, other),) = tree.items()
     assert name.startswith("changed.ckptfs-conflict-node1-") and other == data[1 - later]
-
-
-def test_a_file_that_was_linked_here_and_deleted_by_its_writer_can_be_read(lab: ClusterUnderTest, places: list[Path]) -> None:
-    """P1: the new name leads to the bytes that the cut-off node has, also on the node that deleted its own."""
-    data = os.urandom(SIZE)
-    (places[0] / "theirs").write_bytes(data)
-    wait_for(places[0] / "theirs", "clique")
-    assert (places[1] / "theirs").read_bytes() == data
-
-    def has_copy() -> bool:
-        (row,) = json.loads(lab[1].command("ls", "--json", places[1] / "theirs").stdout)
-        return any(copy["tier"] == "ram" and copy["state"] == "good" for copy in row["copies"])
-
-    eventually(has_copy, what="the second node has a copy")
-    lab[1].cut()
-    os.link(places[1] / "theirs", places[1] / "linked")
-    (places[0] / "theirs").unlink()
-    lab[1].mend()
-    eventually(lambda: all("linked" in os.listdir(place) for place in places), what="all nodes show the new name")
-    eventually(lambda: alike(lab, places).get("linked") == data, what="all nodes can read it")
 
 
 def test_etcd_stops_in_the_middle_and_returns(lab: ClusterUnderTest, places: list[Path]) -> None:

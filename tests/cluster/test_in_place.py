@@ -91,22 +91,6 @@ def test_a_log_that_stays_open_survives_its_node_up_to_its_last_fsync(lab: Clust
     eventually(lambda: shows(lab[0].path / "log", LINES), what="on the node that returns, too")
 
 
-def test_a_file_that_another_node_renamed_over_is_there_when_that_dies(lab: ClusterUnderTest) -> None:
-    """P9: the name leads to what it led to before, as long as nobody has the newer file."""
-    paths, data = written(lab, "renamed")
-    lab[2].slow(SLOW_BITS_PER_S)
-    temporary = lab[1].path / "renamed.tmp"
-    temporary.write_bytes(MORE)
-    temporary.rename(paths[1])
-    assert level(paths[1]) == "local"
-    lab[1].wipe(nvme=True)
-    lab[2].mend()
-    for path in (paths[0], paths[2]):
-        eventually(lambda path=path: shows(path, data), what=f"{path} shows what had reached the clique")  # type: ignore[misc]
-    lab.mend()
-    eventually(lambda: shows(paths[1], data), what="who returns without it shows the same")
-
-
 def test_what_a_writer_closed_before_it_stood_still_is_shown_again(lab: ClusterUnderTest) -> None:
     """P5, P9: by all nodes once it goes on, and nobody opens the file on it; until then they show what had reached the clique."""
     paths, data = written(lab, "stood still")

@@ -21,23 +21,6 @@ def _write(path: Path, data: bytes) -> Path:
     return path
 
 
-def test_bytes_come_back_and_stat_knows_their_number(mount: Area) -> None:
-    data = os.urandom(3 * MIB + 17)
-    path = _write(mount.path / "file", data)
-    assert path.read_bytes() == data
-    assert path.stat().st_size == len(data)
-
-
-def test_seek_and_overwrite(mount: Area) -> None:
-    path = _write(mount.path / "file", b"a" * 100_000)
-    with open(path, "r+b") as file:
-        file.seek(50_000)
-        file.write(b"bbb")
-        file.seek(-3, os.SEEK_END)
-        file.write(b"ccccc")
-    assert path.read_bytes() == b"a" * 50_000 + b"bbb" + b"a" * 49_994 + b"ccccc"
-
-
 def test_what_one_writes_another_reads_at_once(mount: Area) -> None:
     path = mount.path / "file"
     with open(path, "wb", buffering=0) as writer, open(path, "rb", buffering=0) as reader:
@@ -142,22 +125,6 @@ def test_renaming_over_an_open_file_leaves_it_to_its_readers(mount: Area) -> Non
         assert reader.read() == b"old"
         assert path.read_bytes() == b"new"
         assert os.fstat(reader.fileno()).st_nlink == 0
-
-
-def test_o_excl_and_flags_that_files_refuse(mount: Area) -> None:
-    path = _write(mount.path / "file", b"")
-    with pytest.raises(FileExistsError):
-        os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    with pytest.raises(NotADirectoryError):
-        os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    with pytest.raises(IsADirectoryError):
-        os.open(mount.path, os.O_WRONLY)
-    reading, writing = os.open(path, os.O_RDONLY), os.open(path, os.O_WRONLY)
-    for act in (lambda: os.write(reading, b"x"), lambda: os.read(writing, 1)):
-        with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
-            act()
-    os.close(reading)
-    os.close(writing)
 
 
 def test_mknod_makes_an_empty_file_that_can_be_read_and_written(mount: Area) -> None:

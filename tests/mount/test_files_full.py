@@ -53,13 +53,6 @@ def test_a_file_larger_than_ram_ends_in_nvme(without_pfs: Area) -> None:
     _check(daemon.path / "small", 2)
 
 
-def test_many_files_more_than_ram_holds(without_pfs: Area) -> None:
-    for number in range(10):
-        _fill(without_pfs.path / f"file{number}", 14)
-    for number in range(10):
-        _check(without_pfs.path / f"file{number}", 14)
-
-
 def test_ram_that_is_full_and_a_pfs_that_is_not(data_path: str, make_daemon: Make) -> None:
     daemon = make_daemon(data_path, ram="64M")
     for number in range(6):

@@ -198,19 +198,6 @@ def test_pins_notes_and_removals(mount: Area) -> None:
 
 
 @on_one_data_path
-def test_a_rollback_is_an_attribute_of_a_series(mount: Area) -> None:
-    """D2, P11."""
-    kept = make_set(mount.daemon, save(mount), "one")
-    series = kept.parent
-    for wrong in (b"2", b"one", b"", b"-1", b"1 ", b"01"):
-        assert refusal(lambda path, wrong=wrong: os.setxattr(path, "user.ckptfs.rollback", wrong), series) == "EINVAL"
-    os.setxattr(series, "user.ckptfs.rollback", b"1")
-    assert os.getxattr(series, "user.ckptfs.rollback") == b"1"
-    os.removexattr(series, "user.ckptfs.rollback")
-    assert refusal(lambda path: os.getxattr(path, "user.ckptfs.rollback"), series) == "ENODATA"
-
-
-@on_one_data_path
 def test_a_file_names_its_set(mount: Area) -> None:
     """D1: in its place and in the history; what is in no set has no such attribute."""
     member = save(mount)

@@ -133,15 +133,6 @@ def test_refresh_while_write_back_runs_takes_nothing_of_ours_away(mount: Area) -
     assert all((mount.path / name).read_bytes() == name[1:].encode() for name in names)
 
 
-def test_ten_thousand_names(make_daemon: Callable[..., DaemonUnderTest]) -> None:
-    daemon = make_daemon("auto", start=False)
-    (daemon.pfs / "many").mkdir()
-    for number in range(10_000):
-        os.close(os.open(daemon.pfs / "many" / f"{number:05}", os.O_CREAT | os.O_WRONLY))
-    daemon.start()
-    assert len(os.listdir(daemon.path / "many")) == 10_000
-
-
 def test_a_user_may_read_what_the_pfs_lets_him_read(mount: Area) -> None:
     (mount.pfs / "closed").mkdir(parents=True)
     (mount.pfs / "closed" / "secret").write_bytes(b"s")

@@ -350,7 +350,8 @@ def test_a_value_that_is_none_is_refused_and_said(db: Database, caplog: pytest.L
     series, _ = make_sets(db)
     one = inodes.get(db, series)
     with caplog.at_level(logging.DEBUG):
-        assert refusal(user_settings.set_setting, db, one, b"rollback", b"9", 7) == "EINVAL"
+        for wrong in (b"9", b"one", b"", b"-1", b"1 ", b"01"):
+            assert refusal(user_settings.set_setting, db, one, b"rollback", wrong, 7) == "EINVAL"
     assert "run/*: user.ckptfs.rollback is refused: b'9' is no value of it (accepted: the number of a set of this series)" in caplog.text
     assert refusal(user_settings.set_setting, db, one, b"rollback", b"1", 8) == "EPERM"
     assert refusal(user_settings.set_setting, db, one, b"rollback", None, 7) == errno.errorcode[errno.ENODATA]
