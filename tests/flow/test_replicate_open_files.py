@@ -24,9 +24,9 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(limits, name, value)
 
 
-def log_of(node: Node, name: bytes = b"log") -> int:
+def log_of(node: Node) -> int:
     """A file that is being written, and stays open."""
-    content = node.make(name, DATA, closed=False)
+    content = node.make(b"log", DATA, closed=False)
     node.hold_open(content, writer=True)
     publish(node)
     return content

@@ -30,7 +30,7 @@ main()
 """It imports what a command imports, and then becomes the other user, who may not reach this tree (as below /root)."""
 
 
-def as_user(act: Callable[[], object], uid: int = STRANGER, gid: int | None = None, groups: tuple[int, ...] = ()) -> str:
+def as_user(act: Callable[[], object], uid: int = STRANGER, groups: tuple[int, ...] = ()) -> str:
     """'ok', or the name of the errno with which `act` was refused to that user. Other exceptions fail the test.
 
     It runs in a fork, where gRPC does not work: see `run_as_user`.
@@ -42,7 +42,7 @@ def as_user(act: Callable[[], object], uid: int = STRANGER, gid: int | None = No
         answer = "died"
         try:
             os.setgroups(list(groups))
-            os.setresgid(*[uid if gid is None else gid] * 3)
+            os.setresgid(uid, uid, uid)
             os.setresuid(uid, uid, uid)
             act()
             answer = "ok"

@@ -286,8 +286,8 @@ class DaemonUnderTest:
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
 
-    def tail(self, lines: int = 40) -> str:
-        return "\n".join(self.log.splitlines()[-lines:])
+    def tail(self) -> str:
+        return "\n".join(self.log.splitlines()[-40:])
 
     def expect_warning(self, pattern: str) -> None:
         """Announce that log lines which match `pattern` (a regular expression) may appear."""

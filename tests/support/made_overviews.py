@@ -25,9 +25,9 @@ def make_status(**fields: Any) -> pb.Status:
     return status
 
 
-def make_series(*newest: dict[str, Any], now_ns: int | None = None) -> pb.ListSeriesReply:
+def make_series(*newest: dict[str, Any]) -> pb.ListSeriesReply:
     """Series by their newest set: path, and fields of SetInfo; `age_s` stands for the time of completion."""
-    reply, now_ns = pb.ListSeriesReply(), time.time_ns() if now_ns is None else now_ns
+    reply, now_ns = pb.ListSeriesReply(), time.time_ns()
     for number, fields in enumerate(newest, 1):
         fields = {**USUAL, **fields}
         path, name, rollback = fields.pop("path").encode(), fields.pop("name").encode(), fields.pop("rollback", 0)

@@ -28,9 +28,8 @@ def digests(data: bytes) -> tuple[bytes, bytes]:
     return running.finish()
 
 
-def offer_of(data: bytes, content: int = 7, generation: int = 1, *, early: bool = False) -> Offer:
-    whole, blocks = digests(data)
-    return Offer(content, content + 1, generation, len(data), None if early else whole, blocks)
+def offer_of(data: bytes, content: int = 7, generation: int = 1) -> Offer:
+    return Offer(content, content + 1, generation, len(data), *digests(data))
 
 
 def record_of(offer: Offer) -> ContentManifest:
@@ -47,7 +46,7 @@ class There:
 class MemoryContentHost:
     """The simplest `ContentHost`: a file for each content, no catalog."""
 
-    def __init__(self, directory: Path, room: int = 1 << 40) -> None:
+    def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.directory = directory
         self.held: dict[int, Offer] = {}
@@ -55,7 +54,7 @@ class MemoryContentHost:
         self.abandoned = 0
         self.kept = 0
         self.sealed_soon: list[tuple[int, float]] = []
-        self.room_bytes = room
+        self.room_bytes = 1 << 40
         self._arriving: dict[int, tuple[Offer, int]] = {}
         self._lock = threading.Lock()
         self._tokens = 0
@@ -115,10 +114,10 @@ class MemoryContentHost:
     def arriving(self) -> int:
         return len(self._arriving)
 
-    def hold(self, data: bytes, content: int = 7, generation: int = 1) -> Offer:
+    def hold(self, data: bytes, content: int = 7) -> Offer:
         """Put a content here; what would be offered of it."""
         self.path(content).write_bytes(data)
-        self.held[content] = offer_of(data, content, generation)
+        self.held[content] = offer_of(data, content)
         return self.held[content]
 
     @staticmethod
@@ -129,8 +128,8 @@ class MemoryContentHost:
 class Keyring:
     """Identities of a cluster, made as they are asked for."""
 
-    def __init__(self, directory: Path, cluster: str = CLUSTER) -> None:
-        certificates.init(directory, cluster)
+    def __init__(self, directory: Path) -> None:
+        certificates.init(directory, CLUSTER)
         self.directory = directory
 
     def __call__(self, node: str) -> Identity:
@@ -146,11 +145,8 @@ def keyring(tmp_path_factory: pytest.TempPathFactory) -> Keyring:
 class PeerNode:
     """A node that serves: its content host, its server and its address."""
 
-    def __init__(
-        self, directory: Path, name: str, identity: Identity | None, *, room: int = 1 << 40,
-        revoked: RevocationList | None = None,
-    ) -> None:  # fmt: skip
-        self.host = MemoryContentHost(directory / name, room)
+    def __init__(self, directory: Path, name: str, identity: Identity | None, *, revoked: RevocationList | None = None) -> None:
+        self.host = MemoryContentHost(directory / name)
         self.server = PeerServer(self.host, "127.0.0.1:0", CLUSTER, identity, revoked=revoked)
         self.there = There(name, f"127.0.0.1:{self.server.port}")
 

@@ -97,9 +97,9 @@ class SeriesTree:
         )  # fmt: skip
         return run(found)
 
-    def find_flaw(self, pattern: str, number: int = 1) -> str:
-        """What the rules have against a set of the history."""
-        one, known = parse(os.fsencode(pattern)), next(one for one in self.known.sets if one.number == number)
+    def find_flaw(self, pattern: str) -> str:
+        """What the rules have against the first set of the history."""
+        one, known = parse(os.fsencode(pattern)), next(one for one in self.known.sets if one.number == 1)
         assert one is not None
         return run(judge_kept(one, known, self, lambda entry: entry not in self.private)).incomplete_reason
 

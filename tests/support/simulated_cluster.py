@@ -353,7 +353,7 @@ class Costs:
         return self.phases["idle"].total / self.phases["idle"].seconds / self.nodes
 
 
-async def _run_outage(cluster: SimulatedCluster, away_s: float) -> Costs:
+async def _run_outage(cluster: SimulatedCluster) -> Costs:
     """No member of etcd answers for a while; before and after it the nodes write checkpoints."""
     costs = Costs(cluster.count)
     cluster.etcd = SimulatedEtcd(cluster.time)
@@ -366,7 +366,7 @@ async def _run_outage(cluster: SimulatedCluster, away_s: float) -> Costs:
         await trio.sleep(SETTLE_S)
         cluster.etcd.take_usage()
         cluster.etcd.is_down = True
-        await trio.sleep(away_s)
+        await trio.sleep(45.0)
         costs.phases["outage"] = cluster.etcd.take_usage()
         cluster.etcd.is_down = False
         await trio.sleep(SETTLE_S)
@@ -380,9 +380,9 @@ async def _run_outage(cluster: SimulatedCluster, away_s: float) -> Costs:
     return costs
 
 
-def measure_outage(count: int, *, away_s: float = 45.0) -> Costs:
+def measure_outage(count: int) -> Costs:
     """Measure what nodes ask while etcd is away, and when it is back."""
-    return run_simulated(count, lambda cluster: _run_outage(cluster, away_s))
+    return run_simulated(count, _run_outage)
 
 
 EVENTS = ("death", "mover restart", "join")

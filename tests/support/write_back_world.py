@@ -235,8 +235,8 @@ class Mount(Node):
                 break
         assert self.db.value("SELECT count(*) FROM journal") == 0, "the journal is empty when write-back rests"
 
-    def settle_exactly(self, flow: WriteBack | None = None, steps: int = 400) -> None:
-        self.settle(flow, steps)
+    def settle_exactly(self, flow: WriteBack | None = None) -> None:
+        self.settle(flow)
         self.exact()
 
     def exact(self) -> None:

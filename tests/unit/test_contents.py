@@ -13,9 +13,9 @@ def _file(db: Database, name: bytes = b"file") -> int:
         return namespace.create(db, ROOT, name, 0o100644, uid=1, gid=2).id
 
 
-def _begun(db: Database, inode: int, tier: Tier = Tier.RAM) -> int:
+def _begun(db: Database, inode: int) -> int:
     with db.transaction():
-        return contents.insert_content(db, inode, tier)
+        return contents.insert_content(db, inode, Tier.RAM)
 
 
 def _held(db: Database, inode: int) -> contents.FileContent:

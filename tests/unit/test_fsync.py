@@ -83,7 +83,7 @@ DIRECTORY, OTHER = 7, 8
 WAIT_S = 30.0
 
 
-def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float, island: bool = True) -> int:
+def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float) -> int:
     """The errno of an fsync of a directory, 0 for none; etcd answers again after a while."""
 
     async def published() -> bool:
@@ -93,7 +93,7 @@ def fsync(db: Database, clique_lost: CliqueLost, *, back_s: float, island: bool 
         context: Any = SimpleNamespace(
             db=db,
             config=SimpleNamespace(clique_lost=clique_lost, clique_wait_s=WAIT_S),
-            shared_namespace=SimpleNamespace(is_disconnected=island, wait_published=published),
+            shared_namespace=SimpleNamespace(is_disconnected=True, wait_published=published),
         )
 
         async def return_later() -> None:

@@ -59,7 +59,7 @@ def test_what_nobody_waits_for_any_more_is_swept(db: Database, monkeypatch: pyte
     assert mover_requests.delete_stale(db) == 1 and mover_requests.get(db, answered) is None and mover_requests.get(db, long) is not None
 
 
-def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, timeout_s: float = 20.0) -> tuple[str, RecordedChannel]:
+def asked(db: Database, answer: Callable[[MoverClient, int], None] | None) -> tuple[str, RecordedChannel]:
     """The answer of one request that `answer` gives once somebody waits for it, and the messages."""
     channel = RecordedChannel()
     asking = MoverClient(db, channel)
@@ -67,7 +67,7 @@ def asked(db: Database, answer: Callable[[MoverClient, int], None] | None, *, ti
 
     async def main() -> None:
         async def ask() -> None:
-            results.append(await asking.request(mover_requests.FETCH, 7, timeout_s=timeout_s))
+            results.append(await asking.request(mover_requests.FETCH, 7, timeout_s=20.0))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)

@@ -12,11 +12,11 @@ from ckptfs.catalog.history import Rollback, SetRecord
 from ckptfs.model import ROOT
 
 
-def add_series(served: Served, directory: bytes, pattern: bytes, mode: int = 0o755) -> int:
+def add_series(served: Served, pattern: bytes, mode: int = 0o755) -> int:
     """Make a directory of the application and a series in it; the series' directory."""
     db = served.node.db
     with db.transaction():
-        made = namespace.create(db, ROOT, directory, 0o040000 | mode, uid=7, gid=7, allow_unimported=True).id
+        made = namespace.create(db, ROOT, b"run1", 0o040000 | mode, uid=7, gid=7, allow_unimported=True).id
         return history.insert_series(db, made, pattern).directory
 
 
@@ -34,7 +34,7 @@ def add_set(served: Served, series: int, number: int, name: bytes, file: int | N
 def test_series_and_sets(served: Served) -> None:
     db = served.node.db
     file = served.node.inode(served.node.make_sealed(b"a.pt", b"x" * 100))
-    series = add_series(served, b"run1", b"step_*")
+    series = add_series(served, b"step_*")
     add_set(served, series, 1, b"step_10")
     last = add_set(served, series, 2, b"step_20", file)
     with db.transaction():
@@ -61,7 +61,7 @@ def test_series_and_sets(served: Served) -> None:
 
 def test_sets_are_in_the_order_of_latest(served: Served) -> None:
     """N2, D2: the numbers in the names decide, and not when a set was completed; a rollback stands above both."""
-    db, series = served.node.db, add_series(served, b"run1", b"epoch=*-step=*.ckpt")
+    db, series = served.node.db, add_series(served, b"epoch=*-step=*.ckpt")
     names = (b"epoch=1-step=20.ckpt", b"epoch=2-step=5.ckpt", b"epoch=1-step=30.ckpt", b"epoch=1-step=20.ckpt", b"epoch=1-step=1\xff.ckpt")
     for number, name in enumerate(names, 1):
         add_set(served, series, number, name)
@@ -80,7 +80,7 @@ def test_sets_are_in_the_order_of_latest(served: Served) -> None:
 @pytest.mark.parametrize("deletes_first", [True, False])
 def test_an_application_that_deletes_the_newest_set_and_saves_an_earlier_step_goes_back(served: Served, deletes_first: bool) -> None:
     """D2. If the set of the earlier step only was completed late, the other one stays the newest."""
-    db, series = served.node.db, add_series(served, b"run1", b"step_*")
+    db, series = served.node.db, add_series(served, b"step_*")
 
     def save(number: int, name: bytes) -> None:
         file = served.node.inode(served.node.make_sealed(name, b"x" * 100))
@@ -101,7 +101,7 @@ def test_an_application_that_deletes_the_newest_set_and_saves_an_earlier_step_go
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o711])
 def test_names_of_a_private_directory_are_not_told(served: Served, mode: int) -> None:
     """F6: any user may ask about any number, and gets figures only."""
-    series = add_series(served, b"run1", b"step_*", mode)
+    series = add_series(served, b"step_*", mode)
     with served.node.db.transaction():
         inodes.set_internal_xattr(served.node.db, add_set(served, series, 1, b"step_10"), history.NOTE_XATTR, b"secret")
     (one,) = served.client.list_series().series
@@ -114,7 +114,7 @@ def test_a_number_of_the_history_is_understood(served: Served) -> None:
     """Programs see what is in the history under other inode numbers."""
     db = served.node.db
     file = served.node.inode(served.node.make_sealed(b"a.pt", b"x" * 100))
-    made = add_set(served, add_series(served, b"run1", b"step_*"), 1, b"step_10", file)
+    made = add_set(served, add_series(served, b"step_*"), 1, b"step_10", file)
     shown = history_names.find_number(db, made, b"a.pt")
     assert shown is not None and shown != file
     known, directory = served.client.list_records([shown, made | limits.SHOWN_BIT], trees=True)
@@ -125,7 +125,7 @@ def test_a_number_of_the_history_is_understood(served: Served) -> None:
 
 
 def test_more_sets_than_one_message_holds(served: Served) -> None:
-    series = add_series(served, b"run1", b"step_*")
+    series = add_series(served, b"step_*")
     db = served.node.db
     with db.transaction():
         for number in range(1, 2502):

@@ -88,8 +88,8 @@ def acts(planner: Planner) -> list[tuple[str, int, bytes]]:
     return [(action.act, action.inode, (action.new_location or action.location).name) for action in planner.batch.actions]
 
 
-def make(seq: int, inode: int, name: bytes, mode: int = FILE, parent: int = ROOT) -> JournalRow:
-    return JournalRow(seq, "make", inode, parent, name, mode=mode)
+def make(seq: int, inode: int, name: bytes, mode: int = FILE) -> JournalRow:
+    return JournalRow(seq, "make", inode, ROOT, name, mode=mode)
 
 
 def content(seq: int, inode: int) -> JournalRow:
