@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from write_back_world import Mount, intercepted, rest
+from write_back_world import Mount, intercepted, mended_after, rest
 
 from ckptfs.catalog import journal
 from ckptfs.catalog.pfs_batch import PfsAction
@@ -40,15 +40,12 @@ def refusing(monkeypatch: pytest.MonkeyPatch, refused: Callable[[bytes], bool], 
 
 
 @pytest.mark.parametrize("code", REFUSALS)
-def test_one_owner_s_refusal_holds_up_nobody_else(
-    mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_one_owner_s_refusal_holds_up_nobody_else(mount: Mount, code: int, caplog: pytest.LogCaptureFixture) -> None:
     mount.put(b"a", b"first")
     mount.put(b"b", b"theirs")
     mount.mkdir(b"d")
     mount.put(b"d/c", b"third")
-    flow = mount.write_back()
-    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+    with mended_after(mount) as (flow, patch), caplog.at_level(logging.WARNING):
         calls = refusing(patch, lambda data: data == b"theirs", code)
         rest(flow)
         assert set(mount.on_pfs()) == {b"a", b"d", b"d/c"}
@@ -57,24 +54,21 @@ def test_one_owner_s_refusal_holds_up_nobody_else(
         rest(flow)
         assert set(mount.on_pfs()) == {b"a", b"d", b"d/c", b"e"}
         assert len(calls) == tried, "it is not tried again before its time"
-    [trouble] = mount.troubles()
-    assert trouble["path"] == "b" and errno.errorcode[code] in trouble["what"] and trouble["remedy"]
-    assert len(caplog.messages) == 1
-    assert not journal.has_pending(mount.db, mount.number(b"a"), 10**9)
-    assert journal.has_pending(mount.db, mount.number(b"b"), 10**9), "who waits for it still waits"
-    due_s = flow.next_due_s()
-    assert due_s is not None and due_s > 0
-    flow.retry_now()
-    mount.settle_exactly(flow)
+        [trouble] = mount.troubles()
+        assert trouble["path"] == "b" and errno.errorcode[code] in trouble["what"] and trouble["remedy"]
+        assert len(caplog.messages) == 1
+        assert not journal.has_pending(mount.db, mount.number(b"a"), 10**9)
+        assert journal.has_pending(mount.db, mount.number(b"b"), 10**9), "who waits for it still waits"
+        due_s = flow.next_due_s()
+        assert due_s is not None and due_s > 0
     assert mount.troubles() == [] and flow.next_due_s() is None
 
 
-def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generations_keep_their_order(mount: Mount) -> None:
     """A file that is set aside, written again and renamed; an older generation that somebody has open never covers the newer one."""
     mount.put(b"f", b"shown")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         refusing(patch, lambda data: data == b"one")
         mount.hold(mount.put(b"f", b"one"))
         rest(flow)
@@ -83,8 +77,6 @@ def test_generations_keep_their_order(mount: Mount, monkeypatch: pytest.MonkeyPa
         mount.put(b"f", b"another")
         rest(flow)
         assert {name: value[1] for name, value in mount.on_pfs().items()} == {b"g": b"shown", b"f": b"another"}
-    flow.retry_now()
-    mount.settle_exactly(flow)
     assert (mount.pfs / "g").read_bytes() == b"two"
 
 
@@ -114,8 +106,7 @@ def test_more_refusals_than_a_bound_are_those_of_the_whole_pfs_if_it_takes_nothi
         if label == "write_back:probe" and not takes_others:
             raise OSError(errno.EDQUOT, "over the quota")
 
-    flow = mount.write_back()
-    with monkeypatch.context() as patch, intercepted(probe):
+    with mended_after(mount) as (flow, patch), intercepted(probe):
         refusing(patch, lambda data: data == b"x")
         for number in range(5):
             mount.put(b"%d" % number, b"x")
@@ -123,15 +114,13 @@ def test_more_refusals_than_a_bound_are_those_of_the_whole_pfs_if_it_takes_nothi
         with contextlib.nullcontext() if takes_others else pytest.raises(TierUnavailable, match="write-back of 3 to the PFS failed"):
             rest(flow)
         assert set(mount.on_pfs()) == ({b"theirs"} if takes_others else set())
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
-def test_many_files_of_one_owner_are_not_planned_once_for_each(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow, plans = mount.write_back(), []
-    original = flow._plan
-    monkeypatch.setattr(flow, "_plan", lambda rows: plans.append(len(rows)) or original(rows))
-    with monkeypatch.context() as patch:
+def test_many_files_of_one_owner_are_not_planned_once_for_each(mount: Mount) -> None:
+    plans = list[int]()
+    with mended_after(mount) as (flow, patch):
+        plan = flow._plan
+        patch.setattr(flow, "_plan", lambda rows: plans.append(len(rows)) or plan(rows))
         refusing(patch, lambda data: data == b"x")
         for number in range(40):
             mount.put(b"%d" % number, b"x")
@@ -139,14 +128,11 @@ def test_many_files_of_one_owner_are_not_planned_once_for_each(mount: Mount, mon
         rest(flow)
         assert set(mount.on_pfs()) == {b"theirs"} and mount.temporaries() == []
         assert len(plans) < 6
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
-def test_the_pauses_of_write_back_do_not_add_up_over_many_files(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pauses_of_write_back_do_not_add_up_over_many_files(mount: Mount) -> None:
     """An error that may be that of the whole PFS ends a step, and each end in a row makes the next pause longer."""
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         refusing(patch, lambda data: data == b"x", errno.EIO)
         for number in range(8):
             mount.put(b"%d" % number, b"x")
@@ -155,15 +141,13 @@ def test_the_pauses_of_write_back_do_not_add_up_over_many_files(mount: Mount, mo
         assert set(mount.on_pfs()) == {b"theirs"}
         flow.retry_now()
         rest(flow, failures_max=0)
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 def test_what_is_due_again_waits_for_the_rest_of_the_journal(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it takes to try many files, all others have their turn before these are tried again."""
     monkeypatch.setattr(deferred, "RETRY_FIRST_S", 0.0)
-    flow, tried = mount.write_back(), list[bytes]()
-    with monkeypatch.context() as patch:
+    tried = list[bytes]()
+    with mended_after(mount) as (flow, patch):
         refusing(patch, lambda data: tried.append(data) or data.startswith(b"x"))
         for number in range(3):
             mount.put(b"%d" % number, b"x%d" % number)
@@ -175,8 +159,6 @@ def test_what_is_due_again_waits_for_the_rest_of_the_journal(mount: Mount, monke
         rest(flow)
         rest(flow)
         assert tried.count(b"x0") > 1
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 def test_what_is_tried_again_stays_in_the_report_until_it_is_done(tmp_path: Path) -> None:

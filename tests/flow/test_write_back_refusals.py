@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from local_node import inject_fault
-from write_back_world import Killed, Mount, Refusal, intercepted, killed_at, memory, rest, unreadable
+from write_back_world import Killed, Mount, Refusal, intercepted, killed_at, memory, mended_after, rest, unreadable
 
 from ckptfs.catalog import journal, namespace, pfs_batch
 from ckptfs.catalog.pfs_batch import KEYS_PER_ROW
@@ -77,16 +77,15 @@ CASES = [(act, code) for act in ACTS for code in REFUSALS if act in THOROUGH or 
 
 
 @pytest.mark.parametrize(("act", "code"), CASES, ids=[f"{act}-{errno.errorcode[code]}" for act, code in CASES])
-def test_it_alone_is_missing(mount: Mount, act: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_alone_is_missing(mount: Mount, act: str, code: int) -> None:
     before, then, call = ACTS[act]
     before(mount)
     mount.settle()
     was = mount.on_pfs()
-    flow = mount.write_back()
     put_others(mount, b"sooner")
     then(mount)
     put_others(mount, b"later")
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         refusal = Refusal(patch, call, lambda name: name == b"bad", code)
         rest(flow)
         assert refusal.calls, "the case comes to the call"
@@ -104,8 +103,6 @@ def test_it_alone_is_missing(mount: Mount, act: str, code: int, monkeypatch: pyt
         flow.retry_now()
         rest(flow)
         assert refusal.calls > calls, "it is tried again"
-    flow.retry_now()
-    mount.settle_exactly(flow)
     assert mount.troubles() == [] and flow.next_due_s() is None
 
 
@@ -116,29 +113,23 @@ def kill_when_staged(label: str) -> None:
 
 @pytest.mark.parametrize("is_killed", [False, True])
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO], ids=["EACCES", "EIO"])
-def test_a_temporary_file_that_may_not_be_removed_holds_up_nobody(
-    mount: Mount, code: int, is_killed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_file_that_may_not_be_removed_holds_up_nobody(mount: Mount, code: int, is_killed: bool) -> None:
     """P1: the owner takes the write permission from a directory in which a file is being made, or its server is sick."""
     mount.mkdir(b"closed")
     mount.settle()
     mount.put(b"closed/bad", b"data")
     put_others(mount, b"others")
-    flow = mount.write_back()
     refused_name = f".ckptfs.{journal.get_instance_id(mount.db)}.{journal.list_oldest(mount.db, 2)[1].seq * KEYS_PER_ROW + 1:x}".encode()
     if is_killed:
         with contextlib.suppress(Killed), intercepted(kill_when_staged):
-            flow.step()
-        flow = mount.write_back()
-    with monkeypatch.context() as patch:
+            mount.write_back().step()
+    with mended_after(mount) as (flow, patch):
         Refusal(patch, "rename", lambda name: name == b"bad", code)
         refusal = Refusal(patch, "unlink", lambda name: name == refused_name, code)
         rest(flow)
         assert refusal.calls and others_shown(mount, b"others")
         [trouble] = mount.troubles()
         assert trouble["path"] == "closed/bad" and trouble["remedy"]
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
@@ -233,12 +224,9 @@ def test_a_directory_that_cannot_be_read_after_a_kill_holds_up_nobody_else(code:
 @contextlib.contextmanager
 def refused(mount: Mount, code: int = errno.EACCES, call: str = "rename") -> Iterator[WriteBack]:
     """The PFS refuses the name `bad` while the block runs; everything is exact afterwards."""
-    flow = mount.write_back()
-    with pytest.MonkeyPatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         Refusal(patch, call, lambda name: name == b"bad", code)
         yield flow
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 def test_a_refused_directory_waits_with_all_below_it(mount: Mount) -> None:
@@ -359,13 +347,12 @@ def test_the_last_that_the_pfs_shows_of_a_file_is_not_replaced(mount: Mount, mon
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.EACCES])
-def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_exchange(mount: Mount, code: int) -> None:
     mount.put(b"a", b"A")
     mount.mkdir(b"d")
     mount.put(b"d/b", b"B")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         inject_fault(patch, f"write_back:swap={errno.errorcode[code]}@*")
         mount.rename(b"a", b"d/b", namespace.EXCHANGE)
         put_others(mount, b"later")
@@ -376,17 +363,14 @@ def test_a_refused_exchange(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
         assert "exchange" in trouble["what"]
         mount.put(b"a", b"new B")
         rest(flow)
-    flow.retry_now()
-    mount.settle_exactly(flow)
     assert (mount.on_pfs()[b"a"][1], mount.on_pfs()[b"d/b"][1]) == (b"new B", b"A")
 
 
-def test_an_old_name_that_may_not_go_yet_goes_after_the_new_bytes_have_come(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_name_that_may_not_go_yet_goes_after_the_new_bytes_have_come(mount: Mount) -> None:
     """It still shows the former bytes, which are those of another file than the catalog knows the inode by."""
     mount.put(b"old", b"former")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         Refusal(patch, "rename", lambda name: name == b"old", errno.EPERM)
         Refusal(patch, "unlink", lambda name: name == b"old", errno.EPERM)
         mount.put(b"old", b"new bytes")
@@ -394,8 +378,6 @@ def test_an_old_name_that_may_not_go_yet_goes_after_the_new_bytes_have_come(moun
         rest(flow)
         flow.retry_now()
         rest(flow)
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 def test_a_refused_name_shows_the_new_bytes_when_the_pfs_takes_it(mount: Mount) -> None:
@@ -421,11 +403,10 @@ def test_a_further_name_that_is_refused_does_not_hold_up_the_bytes(mount: Mount)
 
 
 @pytest.mark.parametrize("code", REFUSALS)
-def test_refused_attributes(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_attributes(mount: Mount, code: int) -> None:
     mount.put(b"f", b"data")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         inject_fault(patch, f"write_back:attributes={errno.errorcode[code]}@*")
         mount.chmod(b"f", 0o600)
         mount.rename(b"f", b"g")
@@ -433,8 +414,6 @@ def test_refused_attributes(mount: Mount, code: int, monkeypatch: pytest.MonkeyP
         rest(flow)
         assert others_shown(mount, b"later") and b"g" in mount.on_pfs()
         assert [trouble["path"] for trouble in mount.troubles()] == ["f"]
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 def test_a_mode_that_may_not_be_set_is_logged_with_its_directory_and_delays_nothing(
@@ -451,12 +430,11 @@ def test_a_mode_that_may_not_be_set_is_logged_with_its_directory_and_delays_noth
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EPERM])
-def test_a_directory_that_lets_nothing_go(mount: Mount, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_lets_nothing_go(mount: Mount, code: int) -> None:
     """As `chattr +a`: a temporary file is made there, and can be neither renamed nor removed."""
     mount.mkdir(b"bad")
     mount.settle()
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         Refusal(patch, "rename", lambda name: name == b"f", code)
         Refusal(patch, "unlink", lambda name: (mount.pfs / "bad" / os.fsdecode(name)).exists(), code)
         mount.put(b"bad/f", b"data")
@@ -464,14 +442,11 @@ def test_a_directory_that_lets_nothing_go(mount: Mount, code: int, monkeypatch: 
         rest(flow)
         assert others_shown(mount, b"later") and b"bad/f" not in mount.on_pfs()
         assert [trouble["path"] for trouble in mount.troubles()] == ["bad/f"]
-    flow.retry_now()
-    mount.settle_exactly(flow)
     assert mount.temporaries() == []
 
 
-def test_many_refusals_at_once(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
-    flow = mount.write_back()
-    with monkeypatch.context() as patch:
+def test_many_refusals_at_once(mount: Mount) -> None:
+    with mended_after(mount) as (flow, patch):
         Refusal(patch, "rename", lambda name: name.startswith(b"bad"), errno.EINVAL)
         for number in range(40):
             mount.put(b"good%d" % number, b"x")
@@ -480,8 +455,6 @@ def test_many_refusals_at_once(mount: Mount, monkeypatch: pytest.MonkeyPatch) ->
         assert set(mount.on_pfs()) == {b"good%d" % number for number in range(40)}
         reported = mount.troubles()
         assert len(reported) == deferred.REPORTED_MAX and "20 other" in " ".join(one["what"] for one in reported)
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 def test_an_error_of_the_whole_pfs_sets_nothing_aside(mount: Mount) -> None:
@@ -685,11 +658,11 @@ def test_a_full_filesystem_inside_the_pfs_is_not_the_whole_pfs(mount: Mount) -> 
         mount.settle_exactly(flow)
 
 
-def test_a_full_project_is_not_the_whole_pfs(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_project_is_not_the_whole_pfs(mount: Mount) -> None:
     """XFS and ext4 answer ENOSPC beyond the quota of a project, and report it as the size of its directory."""
     mount.mkdir(b"bad")
     mount.settle()
-    flow, fstatvfs = mount.write_back(), os.fstatvfs
+    fstatvfs = os.fstatvfs
 
     def report(fd: int) -> os.statvfs_result:
         found = list(fstatvfs(fd))
@@ -700,7 +673,7 @@ def test_a_full_project_is_not_the_whole_pfs(mount: Mount, monkeypatch: pytest.M
         if label == "write_back:fsync":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch:
+    with mended_after(mount) as (flow, patch):
         patch.setattr(os, "fstatvfs", report)
         mount.put(b"bad/f", b"data")
         with intercepted(refuse):
@@ -710,8 +683,6 @@ def test_a_full_project_is_not_the_whole_pfs(mount: Mount, monkeypatch: pytest.M
         rest(flow)
         assert others_shown(mount, b"later") and b"theirs" in mount.on_pfs() and b"bad/f" not in mount.on_pfs()
         assert [(trouble["path"], trouble["what"].partition(":")[0]) for trouble in mount.troubles()] == [("bad/f", "ENOSPC")]
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 @contextlib.contextmanager
@@ -738,8 +709,7 @@ def test_a_directory_without_room_is_not_the_whole_pfs(mount: Mount, code: int, 
     mount.mkdir(b"bad")
     mount.put(b"theirs", b"data")
     mount.settle()
-    flow = mount.write_back()
-    with refused_below("/bad", code):
+    with mended_after(mount) as (flow, _), refused_below("/bad", code):
         mount.put(b"bad/f", b"data")
         for number in range(2 * deferred.TRIES_MAX):
             if case == "while files are removed":  # As long as something in the journal may make room, it goes first.
@@ -753,8 +723,6 @@ def test_a_directory_without_room_is_not_the_whole_pfs(mount: Mount, code: int, 
         rest(flow)
         assert others_shown(mount, b"later") and b"theirs" in mount.on_pfs() and b"bad/f" not in mount.on_pfs()
         assert [(trouble["path"], trouble["what"].partition(":")[0]) for trouble in mount.troubles()] == [("bad/f", errno.errorcode[code])]
-    flow.retry_now()
-    mount.settle_exactly(flow)
 
 
 @pytest.mark.parametrize("limit", ["reported", "not reported"])

@@ -295,6 +295,16 @@ def rest(flow: WriteBack, failures_max: int = 20) -> None:
     raise AssertionError("write-back never rests")
 
 
+@contextmanager
+def mended_after(mount: Mount) -> Iterator[tuple[WriteBack, pytest.MonkeyPatch]]:
+    """What the block makes the PFS refuse, it takes afterwards, and everything is exact."""
+    flow = mount.write_back()
+    with pytest.MonkeyPatch.context() as patch:
+        yield flow, patch
+    flow.retry_now()
+    mount.settle_exactly(flow)
+
+
 class Refusal:
     """A PFS that refuses one kind of system call for names that `is_refused` knows."""
 
