@@ -256,6 +256,11 @@ class _NetcdfHeader:
     def take(self, width: int = 0) -> int:
         return int.from_bytes(self._skip(width or self._width), "big")
 
+    def take_record_count(self) -> int:
+        """Take the number of records; 0 for a file that was streamed, whose length alone shows it."""
+        count = self.take()
+        return 0 if count == (1 << 8 * self._width) - 1 else count
+
     def take_count(self) -> range:
         """Take the tag and the length of a list."""
         self.take(4)
@@ -285,7 +290,7 @@ def _find_netcdf_flaw(size: int, head: bytes, read: ReadRange) -> str:
     data = read(0, min(size, _NETCDF_HEADER_BYTES_MAX))
     header = _NetcdfHeader(data)
     try:
-        records = header.take()
+        records = header.take_record_count()
         lengths = [header.take_named() for _ in header.take_count()]
         header.skip_attributes()
         fixed, recorded = [0], list[tuple[int, int]]()  # The ends of variables; where records of others begin, and their bytes.

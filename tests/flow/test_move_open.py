@@ -96,7 +96,7 @@ def test_a_mover_leaves_the_file_of_a_move_alone(
     def start_mover_and_read(fd: int, *, label: str) -> Any:
         with monkeypatch.context() as patch:
             patch.setattr("ckptfs.flow.reclaim.time.time", lambda: now + 3600)
-            Recover(node.db, node.tiers, node.config, node.told).step()
+            Recover(node.db, node.tiers, node.told).run()
             copies.delete_filling_pfs_copies(node.db)
             sweep = Reclaim(node.db, node.tiers, node.config, node.told)
             sweep._sweep_s = 0.0

@@ -238,6 +238,8 @@ def test_a_classic_netcdf_file_that_was_cut(version: int) -> None:
     assert all(inspect("restart.nc", data[:length]).flaw for length in range(4, len(data)))
     assert f"has {len(data) - 1} bytes, but its netCDF header says {len(data)}" in inspect("restart.nc", data[:-1]).flaw
     assert inspect("restart.nc", build_netcdf(version, records=0)) == FileFormat()
+    streamed = data[:4] + b"\xff" * (8 if version == 5 else 4) + data[12 if version == 5 else 8 :]
+    assert inspect("restart.nc", streamed) == FileFormat(), "its number of records is not known"
     bad_type = data.replace(b"\0\0\0\2" + (4).to_bytes(8 if version == 5 else 4, "big") + b"melt", b"\0\0\0\x63" + bytes(8) + b"melt")
     assert "cannot be read" in inspect("restart.nc", bad_type).flaw
 
