@@ -31,9 +31,8 @@ class Opener:
         channel = cast(Any, SimpleNamespace(notify=lambda message: None))
         self.files = OpenFileTable(self.node.db, self.node.tiers, None, channel)
         shared: dict[str, Any] = {"db": self.node.db, "tiers": self.node.tiers, "open_files": self.files, "wake_channel": channel}
-        self.context = cast(
-            Any, SimpleNamespace(**shared, mover_client=None, data_path=DataPath.BUFFERED, shared_namespace=LocalNamespace())
-        )
+        shared["mover_client"] = SimpleNamespace(wake_mover=lambda lanes: None)
+        self.context = cast(Any, SimpleNamespace(**shared, data_path=DataPath.BUFFERED, shared_namespace=LocalNamespace()))
         self.inode = namespace.lookup(node.db, ROOT, b"file").id
         self.content = node.shown(self.inode) or 0
 
