@@ -8,7 +8,8 @@ If we die here: files are removed before their rows, so the rest is found again.
 In a cluster, a doomed content stays for a while if its tier has room: another node may have looked up the file just before it was deleted
 or replaced, and opens it now. Its space counts as free.
 
-The mount creates a content's file before it commits the row. A young file without a row is therefore no leftover.
+The mount creates a content's file before it commits the row. A young file without a row is therefore no leftover, nor is any file of an
+open content, which the mount may be moving there.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from ckptfs.catalog import contents, copies, mover_requests, summary
 from ckptfs.catalog.database import Database
 from ckptfs.config import Config
 from ckptfs.errors import TierUnavailable
-from ckptfs.model import CopyState, Notifier, Tier
+from ckptfs.model import ContentState, CopyState, Notifier, Tier
 from ckptfs.tiers import local_copies, space
 from ckptfs.tiers.storage import Tiers, TierStorage
 
@@ -173,7 +174,8 @@ class Reclaim:
             return None
         fd = -1
         with contextlib.nullcontext() if tier is Tier.PFS else self._db.transaction():
-            if copies.has_copy(self._db, number, tier):
+            content = contents.get_content(self._db, number)
+            if copies.has_copy(self._db, number, tier) or (content is not None and content.state is ContentState.OPEN):
                 return None
             fd = disk.act("reclaim:leftover", storage.detach, number)
         if fd >= 0:

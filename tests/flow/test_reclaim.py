@@ -148,6 +148,18 @@ def test_leftovers_go_when_they_are_old_and_never_before(node: Node, monkeypatch
     assert node.files(Tier.RAM) == {known}
 
 
+def test_a_file_to_which_the_mount_moves_an_open_content_stays(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: it is written, and then read back for minutes; its row comes last."""
+    content = node.make(b"large", b"1", closed=False)
+    os.close(node.tiers[Tier.NVME].create(content))
+    age(node, Tier.NVME, content, monkeypatch)
+    drop(node, sweep=True).step()
+    assert node.files(Tier.NVME) == {content}
+    node.close_content(content, 1)
+    drop(node, sweep=True).step()
+    assert node.files(Tier.NVME) == set() and node.files(Tier.RAM) == {content}, "the move failed"
+
+
 def test_a_row_that_is_committed_during_the_sweep_saves_its_file(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     content = node.make(b"new", b"1")
     age(node, Tier.RAM, content, monkeypatch)
