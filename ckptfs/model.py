@@ -76,9 +76,8 @@ class ContentState(IntEnum):
 
 
 class CopyState(IntEnum):
-    """FILLING is being written, GOOD counts, QUARANTINED failed its digest and never counts.
+    """FILLING is being written by the mover, GOOD counts, QUARANTINED failed its digest and never counts.
 
-    The mount writes FILLING copies of open contents, the mover all others.
     STALE is a generation of a content that was open and has a newer one: never counted or read, but a source of blocks.
     """
 

@@ -7,10 +7,8 @@ what it saw before; if a writer came in between, nothing is recorded. Functions 
   a content in the transaction that gives it to the file.
 - Stash: a STALE copy may be all that is left of a file. While a newer generation is fetched in its place, it has an id of its own, and
   `stashed_for` says of which content it is. It returns to its content if the fetch fails, and is deleted if it does not.
-- Move: the mount moves an open content to another tier. The FILLING copy there belongs to the mount.
 
-Crash safety: recovery deletes FILLING copies and returns stashed ones; a mount that starts deletes those of moves. Files without a row are
-leftovers, which the reclaim step deletes.
+Crash safety: recovery deletes FILLING copies and returns stashed ones. Files without a row are leftovers, which the reclaim step deletes.
 """
 
 import json
@@ -22,9 +20,6 @@ from ckptfs.catalog import identity, inodes, journal, peer_copies, pfs_state, re
 from ckptfs.catalog.content_rows import CONTENT_COLUMNS, IS_LEAVING_PFS, build_content, count_sizes, get_content, is_unchanged
 from ckptfs.catalog.database import Database
 from ckptfs.model import Content, ContentState, Copy, CopyState, PublishedRow, Tier
-
-_IS_MOVING = "state = 0 AND state <> 1 AND EXISTS (SELECT 1 FROM content k WHERE k.id = copy.content AND k.state = 0)"
-"""SQL: a FILLING copy that the mount makes of an open content. Those of the mover are of other contents."""
 
 
 def list_copies(db: Database, content: int) -> tuple[Copy, ...]:
@@ -47,16 +42,6 @@ def insert_filling_copy(db: Database, seen: Content, tier: Tier) -> bool:
             return False
         db.run("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", seen.id, tier, time.time_ns())
         return True
-
-
-def insert_moving_copy(db: Database, content: int, tier: Tier) -> None:
-    """Insert a FILLING row before the file to which the mount moves an open content."""
-    db.change("INSERT OR REPLACE INTO copy (content, tier, state, used_ns) VALUES (?, ?, 0, ?)", content, tier, time.time_ns())
-
-
-def delete_moving_copies(db: Database) -> None:
-    """Delete what an earlier mount process left of its moves."""
-    db.change(f"DELETE FROM copy WHERE {_IS_MOVING}")
 
 
 def mark_copy_good(db: Database, seen: Content, tier: Tier) -> bool:
@@ -112,11 +97,6 @@ def delete_copy(db: Database, content: int, tier: Tier) -> bool:
         is_deleted = bool(db.run("DELETE FROM copy WHERE content = ? AND tier = ?", content, tier))
         remote_contents.mark_copy_changed(db, content)
     return is_deleted
-
-
-def list_unfinished(db: Database, tier: Tier) -> list[int]:
-    """Return the contents with a FILLING copy in `tier` that no mount writes."""
-    return db.column(f"SELECT content FROM copy WHERE state = 0 AND state <> 1 AND tier = ? AND NOT ({_IS_MOVING})", tier)
 
 
 def list_bad_copies(db: Database, state: CopyState, tier: Tier) -> list[int]:
@@ -406,7 +386,7 @@ def _reserve_content_id(db: Database) -> int:
 
 def delete_filling_pfs_copies(db: Database) -> None:
     """Delete FILLING copies of a previous mover in the PFS's work area."""
-    db.change(f"DELETE FROM copy WHERE tier = ? AND state = 0 AND NOT ({_IS_MOVING})", Tier.PFS)
+    db.change("DELETE FROM copy WHERE tier = ? AND state = 0", Tier.PFS)
 
 
 def delete_filling_copy(db: Database, content: int, tier: Tier) -> None:

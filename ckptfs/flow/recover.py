@@ -71,7 +71,7 @@ class Recover:
             log.error("%s: not checked: %s; its copies count until they are read", storage.root, failure)
 
     def _remove_unfinished(self, storage: TierStorage) -> None:
-        for number in copies.list_unfinished(self._db, storage.tier):
+        for number in copies.list_bad_copies(self._db, CopyState.FILLING, storage.tier):
             storage.remove(number)
             disk.act("recover:filling", copies.delete_copy, self._db, number, storage.tier)
         for stash_id in copies.list_stashed(self._db, storage.tier):
@@ -81,7 +81,7 @@ class Recover:
         """Delete rows whose file is gone; quarantine copies whose size changed in a power cut."""
         files = set(storage.contents())
         for number, (copy, state, size) in copies.list_copies_in_tier(self._db, storage.tier).items():
-            if copy is not CopyState.FILLING and number not in files and not storage.exists(number):
+            if number not in files and not storage.exists(number):
                 disk.act("recover:missing", self._forget_copy, storage, number)
             elif copy is CopyState.GOOD and state in WITH_SIZE and self._has_wrong_size(storage, number, size):
                 disk.act("recover:missing", self._quarantine_wrong_size, storage, number)

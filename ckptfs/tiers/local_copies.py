@@ -25,7 +25,7 @@ from ckptfs.catalog.database import Database
 from ckptfs.catalog.inodes import get_shown_path
 from ckptfs.catalog.remote_contents import HeldCopy
 from ckptfs.digest import split_digests
-from ckptfs.errors import Busy, CkptfsError, DigestMismatch
+from ckptfs.errors import Busy, DigestMismatch
 from ckptfs.model import Content, ContentState, CopyState, Tier
 from ckptfs.tiers import reflink, transfer
 from ckptfs.tiers.storage import Tiers, TierStorage
@@ -128,19 +128,6 @@ def _remove_unfinished(db: Database, tiers: Tiers, content: Content, target: Tie
             copies.delete_copy(db, content.id, target)
 
 
-def copy_for_move(db: Database, source_fd: int, target: TierStorage, content: int) -> int:
-    """Copy an open content to the tier to which it moves, as `copy_open` does.
-
-    From `record_open_move` on the copy counts.
-    """
-    copies.insert_moving_copy(db, content, target.tier)
-    try:
-        return copy_open(source_fd, target, content)
-    except BaseException:
-        copies.delete_filling_copy(db, content, target.tier)
-        raise
-
-
 def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple[int, bytes] | None = None) -> int:
     """Copy an open content, which no process writes, to `target`.
 
@@ -173,13 +160,8 @@ def copy_open(source_fd: int, target: TierStorage, content: int, expected: tuple
 
 def record_open_move(db: Database, content: int, source: TierStorage, target: Tier) -> None:
     """Record that an open content has moved."""
-    try:
-        with db.transaction():
-            contents.record_move(db, content, source.tier, target)
-    except BaseException:
-        with suppress(OSError, CkptfsError):
-            copies.delete_filling_copy(db, content, target)
-        raise
+    with db.transaction():
+        contents.record_move(db, content, source.tier, target)
     disk.reach("move:recorded")
 
 

@@ -28,7 +28,7 @@ from ckptfs.tiers import local_copies
 content, = [row[0] for row in node.db.rows("SELECT id FROM content")]
 source, target = node.tiers[Tier.{source}], node.tiers[Tier.{target}]
 try:
-    fd = local_copies.copy_for_move(node.db, source.open(content), target, content)
+    fd = local_copies.copy_open(source.open(content), target, content)
     local_copies.record_open_move(node.db, content, source, target.tier)
     local_copies.remove_moved(node.db, source, content)
 except OSError:
@@ -51,7 +51,6 @@ def test_dying_or_failing_anywhere_loses_nothing(tmp_path: Path, source: Tier, t
     """The tier that the catalog names has all the bytes, at every moment."""
     node, content = make_open(tmp_path, source)
     in_process(tmp_path, MOVE.format(source=source.name, target=target.name), fault=f"{label}={action}")
-    copies.delete_moving_copies(node.db)  # As the next mount process does.
     ((tier, state),) = node.copies(content).items()
     assert state is CopyState.GOOD and node.data(content, tier) == DATA + bytes(MIB)
     if action == "EIO" and label not in {"move:recorded", "move:persist", "move:remove"}:
@@ -73,7 +72,7 @@ def test_the_order_is_copy_persist_verify_publish_remove(
 
     monkeypatch.setattr(disk, "act", record)
     fd = os.open(node.path(content, source), os.O_RDONLY)
-    copy = local_copies.copy_for_move(node.db, fd, node.tiers[target], content)
+    copy = local_copies.copy_open(fd, node.tiers[target], content)
     local_copies.record_open_move(node.db, content, node.tiers[source], target)
     local_copies.remove_moved(node.db, node.tiers[source], content)
     os.close(fd)
@@ -104,7 +103,7 @@ def test_a_mover_leaves_the_file_of_a_move_alone(
         return read(fd, label=label)
 
     monkeypatch.setattr(transfer, "read", start_mover_and_read)
-    os.close(local_copies.copy_for_move(node.db, os.open(node.path(content, source), os.O_RDONLY), node.tiers[target], content))
+    os.close(local_copies.copy_open(os.open(node.path(content, source), os.O_RDONLY), node.tiers[target], content))
     local_copies.record_open_move(node.db, content, node.tiers[source], target)
     local_copies.remove_moved(node.db, node.tiers[source], content)
     assert node.copies(content) == {target: CopyState.GOOD} and node.data(content, target) == DATA + bytes(MIB)
@@ -115,7 +114,7 @@ def test_a_copy_that_reads_back_otherwise_is_given_up(tmp_path: Path, monkeypatc
     node, content = make_open(tmp_path, Tier.RAM)
     monkeypatch.setattr(transfer, "read", lambda *_, **__: (1, b"other", b""))
     with pytest.raises(DigestMismatch, match="does not read back from nvme"):
-        local_copies.copy_for_move(node.db, node.tiers[Tier.RAM].open(content), node.tiers[Tier.NVME], content)
+        local_copies.copy_open(node.tiers[Tier.RAM].open(content), node.tiers[Tier.NVME], content)
     assert node.files(Tier.NVME) == set() and node.copies(content) == {Tier.RAM: CopyState.GOOD}
     assert node.data(content) == DATA + bytes(MIB)
 
@@ -123,7 +122,7 @@ def test_a_copy_that_reads_back_otherwise_is_given_up(tmp_path: Path, monkeypatc
 def test_a_move_that_cannot_be_recorded_leaves_the_file_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """P1, P5: the disk of the catalog is full."""
     node, content = make_open(tmp_path, Tier.NVME)
-    os.close(local_copies.copy_for_move(node.db, node.tiers[Tier.NVME].open(content), node.tiers[Tier.PFS], content))
+    os.close(local_copies.copy_open(node.tiers[Tier.NVME].open(content), node.tiers[Tier.PFS], content))
     monkeypatch.setattr(contents, "record_move", Mock(side_effect=NoSpace("the disk is full")))
     with pytest.raises(NoSpace):
         local_copies.record_open_move(node.db, content, node.tiers[Tier.NVME], Tier.PFS)

@@ -96,7 +96,6 @@ def _build_context(setup: ChildSetup, data_path: DataPath) -> MountContext:
     storage.adopt_tiers(db, tiers)
     with db.transaction():
         pfs_hold.release_misplaced(db)
-        copies.delete_moving_copies(db)
     wake_channel = WakeChannel(setup.wake_socket)
     passthrough = Passthrough(setup.fuse_fd) if data_path is DataPath.PASSTHROUGH else None
     open_files = OpenFileTable(db, tiers, passthrough, wake_channel, kernel_owns_times=passthrough is None and not is_clustered)

@@ -257,7 +257,7 @@ class FileHandlers:
         db = self._context.db
         try:
             await require_answer(target)
-            fd = await run_in_thread(target.tier, lambda: local_copies.copy_for_move(db, file.fd, target, content))
+            fd = await run_in_thread(target.tier, lambda: local_copies.copy_open(file.fd, target, content))
             with disk.closing_on_failure(fd):
                 await trio.to_thread.run_sync(local_copies.record_open_move, db, content, source, target.tier)
         except (OSError, CkptfsError) as failure:
