@@ -147,3 +147,20 @@ def test_everything_else_goes_on(make_daemon: Make, data_path: str, silent: Sile
     daemon.settle()
     assert os.stat(daemon.path / "outgrown").st_size == 70 * MIB + 4
     assert differences(daemon.path, silent.path) == []
+
+
+def test_names_of_files_on_a_silent_pfs_can_change(make_daemon: Make, data_path: str, silent: SilentPfs) -> None:
+    """P1: the kernel keeps the directory locked during such a call, so all else in it would wait as well."""
+    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
+    daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|silent|content")
+    descriptors = fill_ram(daemon)
+    silent.swallow()
+    assert soon(lambda: (daemon.path / "outgrown").rename(daemon.path / "renamed"))
+    assert soon(lambda: work(daemon.path, "a"))
+    assert soon(lambda: (daemon.path / "renamed").unlink() or True)
+    assert soon(lambda: work(daemon.path, "b"))
+    silent.resume()
+    for descriptor in descriptors.values():
+        os.close(descriptor)
+    daemon.settle()
+    assert differences(daemon.path, silent.path) == []

@@ -105,7 +105,8 @@ class AttributeHandlers:
                 history.copy_rights(db, inode)
             return changed
 
-        if (atime_ns is not None or mtime_ns is not None) and (file := open_files.by_inode.get(inode)) is not None:
+        file = open_files.by_inode.get(inode)
+        if file is not None and (atime_ns is not None or (mtime_ns is not None and not open_files.kernel_owns_times)):
             await file.set_times(atime_ns, mtime_ns)
         return await self._changes.run_change(act)
 

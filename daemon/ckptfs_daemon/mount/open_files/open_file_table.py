@@ -95,7 +95,8 @@ class OpenFileTable:
             return replace(row, nlink=1)
         file = self.by_inode.get(row.id)
         if file is not None:
-            return file.read_attributes(row)
+            found = file.read_attributes(row)
+            return replace(found, mtime_ns=row.mtime_ns, ctime_ns=row.ctime_ns) if self.kernel_owns_times else found
         if row.content is None or row.size < SPARSE_BYTES_MIN or not row.is_file:
             return row
         for tier in LOCAL_TIERS:
