@@ -32,9 +32,9 @@ import ckptfs_daemon
 from ckptfs.catalog.summary import VIRTUAL_XATTR_PREFIX, VIRTUAL_XATTRS
 from ckptfs.catalog.user_settings import USER_SETTINGS
 from ckptfs.config import (
-    IGNORED_OPTIONS, MOUNT_FLAGS, REFUSED_OPTIONS, RULE_SETTINGS, SERIES_SETTINGS, SETTINGS, Setting, build_sample, is_known_option,
-    parse_options,
+    IGNORED_OPTIONS, MOUNT_FLAGS, REFUSED_OPTIONS, SERIES_SETTINGS, build_sample, is_known_option, parse_options,
 )  # fmt: skip
+from ckptfs.config.schema import RULE_SETTINGS, SETTINGS, Setting
 from ckptfs.errors import ConfigError
 from ckptfs.protocol import control_pb2 as pb
 from ckptfs.runtime_dir import admin_socket_path, registry_path, socket_path

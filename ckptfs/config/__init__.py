@@ -24,28 +24,9 @@ from typing import Any
 
 from ckptfs import limits, procfs
 from ckptfs.bounded_waits import run_in_time
+from ckptfs.config import schema
 from ckptfs.config.rule_tables import SERIES_SETTINGS, check_rules, parse_rules, parse_series_rules
-from ckptfs.config.schema import (
-    CLUSTER_SETTINGS,
-    COMMAND_LINE,
-    MOUNT_FLAGS_DEFAULT,
-    MS_RDONLY,
-    RAM_BYTES_MIN,
-    RULE_SETTINGS,
-    SETTINGS,
-    SETTINGS_BY_NAME,
-    Config,
-    Setting,
-    is_loopback,
-    is_wildcard,
-    named,
-    parse_addresses,
-    parse_bool,
-    parse_label,
-    parse_path,
-    parse_seconds,
-    parse_size,
-)
+from ckptfs.config.schema import RAM_BYTES_MIN, Config, Setting, parse_seconds, parse_size
 from ckptfs.errors import ConfigError, TimedOut
 from ckptfs.model import UNIX_PREFIX, Level
 
@@ -60,7 +41,7 @@ MOUNT_FLAGS: dict[str, tuple[int, int]] = {
     "nosuid": (2, 0), "suid": (0, 2), "nodev": (4, 0), "dev": (0, 4), "noexec": (8, 0), "exec": (0, 8),
     "sync": (16, 0), "async": (0, 16), "dirsync": (128, 0), "noatime": (1024, 0), "atime": (0, 1024),
     "nodiratime": (2048, 0), "diratime": (0, 2048), "relatime": (1 << 21, 0), "norelatime": (0, 1 << 21),
-    "ro": (MS_RDONLY, 0), "rw": (0, MS_RDONLY),
+    "ro": (schema.MS_RDONLY, 0), "rw": (0, schema.MS_RDONLY),
     "strictatime": (1 << 24, 0), "nostrictatime": (0, 1 << 24), "lazytime": (1 << 25, 0), "nolazytime": (0, 1 << 25),
 }  # fmt: skip
 
@@ -90,7 +71,7 @@ def parse_options(text: str) -> dict[str, str]:
 def is_known_option(option: str) -> bool:
     """Return True if `load` accepts an option of this name."""
     return (
-        option in SETTINGS_BY_NAME
+        option in schema.SETTINGS_BY_NAME
         or option in MOUNT_FLAGS
         or option in IGNORED_OPTIONS
         or option == "config"
@@ -106,19 +87,19 @@ def load(name: str, mountpoint: Path | None, options: Mapping[str, str]) -> Conf
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
         raise ConfigError(f"{name!r} cannot name a mount; accepted: up to 64 letters, digits, '.', '_' and '-', a letter or digit first")
     rest = dict(options)
-    in_file = _load_file(parse_path(rest["config"])) if "config" in rest else {}
+    in_file = _load_file(schema.parse_path(rest["config"])) if "config" in rest else {}
     given: dict[str, Any] = {}
-    flags = MOUNT_FLAGS_DEFAULT
+    flags = schema.MOUNT_FLAGS_DEFAULT
     for option, text in rest.items():
         if option in MOUNT_FLAGS and not text:
             to_set, to_clear = MOUNT_FLAGS[option]
             flags = (flags | to_set) & ~to_clear
-        elif option in SETTINGS_BY_NAME or not is_known_option(option):
+        elif option in schema.SETTINGS_BY_NAME or not is_known_option(option):
             given.update(_parse_setting(option, text, "option"))
     if mountpoint is not None:
-        given["mountpoint"] = parse_path(os.path.abspath(mountpoint))
+        given["mountpoint"] = schema.parse_path(os.path.abspath(mountpoint))
     values = in_file | given
-    origins = dict.fromkeys(in_file, rest.get("config", "")) | dict.fromkeys(given, COMMAND_LINE)
+    origins = dict.fromkeys(in_file, rest.get("config", "")) | dict.fromkeys(given, schema.COMMAND_LINE)
     if "mountpoint" not in values:
         raise ConfigError("no mountpoint was given", remedy="give it on the command line, or as mountpoint in the configuration file")
     values.setdefault("state", get_default_state(name))
@@ -136,7 +117,7 @@ def _load_file(path: Path) -> dict[str, Any]:
         raise ConfigError(f"the configuration file {path} is not valid TOML: {failure}") from failure
     values: dict[str, Any] = {}
     for key, value in found.items():
-        with named(str(path)):
+        with schema.named(str(path)):
             values.update(_TABLES[key](value) if key in _TABLES else _parse_setting(key, value, "key"))
     return values
 
@@ -145,24 +126,24 @@ def _parse_setting(name: str, text: Any, kind: str) -> dict[str, Any]:
     """Return {field: value} of one setting; `kind` is "option" or "key"."""
     if name in REFUSED_OPTIONS:
         raise ConfigError(f"{name}: {REFUSED_OPTIONS[name]}")
-    key = SETTINGS_BY_NAME.get(name)
+    key = schema.SETTINGS_BY_NAME.get(name)
     if key is None:
         flags = " ".join(sorted(MOUNT_FLAGS)) if kind == "option" else ""
         also = f", config, and the mount options {flags}" if flags else ""
         remedy = "several addresses are joined by '+', as in etcd=e1:2379+e2:2379" if re.fullmatch(r"[\w.\[\]:-]+:\d+", name) else ""
-        near = difflib.get_close_matches(name, [*SETTINGS_BY_NAME, *(MOUNT_FLAGS if kind == "option" else ())], n=1)
+        near = difflib.get_close_matches(name, [*schema.SETTINGS_BY_NAME, *(MOUNT_FLAGS if kind == "option" else ())], n=1)
         meant = f", did you mean {near[0]}?" if near and not remedy else ""
-        raise ConfigError(f"unknown {kind} {name!r}{meant}; accepted: {', '.join(SETTINGS_BY_NAME)}{also}", remedy=remedy)
+        raise ConfigError(f"unknown {kind} {name!r}{meant}; accepted: {', '.join(schema.SETTINGS_BY_NAME)}{also}", remedy=remedy)
     return _parse_value(key, text)
 
 
 def _parse_value(key: Setting, text: Any) -> dict[str, Any]:
     """Return {field: value} of one setting."""
-    if key.parse is parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
+    if key.parse is schema.parse_addresses and isinstance(text, list) and all(isinstance(word, str) for word in text):
         text = "+".join(text)
-    if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not parse_bool):
+    if isinstance(text, (dict, list)) or (isinstance(text, bool) and key.parse is not schema.parse_bool):
         raise ConfigError(f"{key.name}: {text!r} is not a value of this setting")
-    with named(key.name):
+    with schema.named(key.name):
         return {key.field: key.parse(text if isinstance(text, bool) else str(text))}
 
 
@@ -187,13 +168,15 @@ def build_sample() -> str:
         "# Options of -o override this file. Commented-out values are the defaults.\n"
         "# Sizes: 512M, 6G (powers of 1024). Durations: 500ms, 60s, 5m, 2h. Unknown keys are refused.\n"
     ]
-    for key in SETTINGS:
+    for key in schema.SETTINGS:
         words = "".join(f"# {line}\n" for line in key.description.split("\n"))
         value = key.example if key.default is None else json.dumps(key.default)
         parts.append(f"{words}# {key.name} = {value}\n")
     retention = "what is kept of which series of checkpoints. Each rule is a table of its own; without one nothing expires."
     series = "names that are checkpoints and that ckptfs does not know as such, and when one is complete."
-    return "\n".join([*parts, _build_sample_rule(RULES, retention, RULE_SETTINGS), _build_sample_rule(SERIES, series, SERIES_SETTINGS)])
+    parts.append(_build_sample_rule(RULES, retention, schema.RULE_SETTINGS))
+    parts.append(_build_sample_rule(SERIES, series, SERIES_SETTINGS))
+    return "\n".join(parts)
 
 
 def _build_sample_rule(table: str, words: str, settings: Iterable[Setting]) -> str:
@@ -235,10 +218,9 @@ def resolve_config(config: Config) -> Config:
 
 def _check_standalone(config: Config) -> Config:
     """Refuse settings of a cluster without `cluster`, which have no effect; a file may say defaults."""
-    unset, origins = {field.name: field.default for field in fields(Config)}, dict(config.origins)
-    given = [
-        key.name for key in CLUSTER_SETTINGS if origins.get(key.field) == COMMAND_LINE or getattr(config, key.field) != unset[key.field]
-    ]
+    unset = {field.name: field.default for field in fields(Config)}
+    given_as_option = {field for field, origin in config.origins if origin == schema.COMMAND_LINE}
+    given = [key.name for key in schema.CLUSTER_SETTINGS if key.field in given_as_option or getattr(config, key.field) != unset[key.field]]
     if given:
         raise ConfigError(f"{given[0]} was given without cluster", remedy=f"give cluster=NAME, or leave out {', '.join(given)}")
     if config.fsync is Level.CLIQUE:
@@ -256,18 +238,20 @@ def _resolve_cluster(config: Config) -> Config:
     if config.fsync is Level.CLIQUE and config.replication_factor < 2:
         raise ConfigError("fsync=clique needs a replication_factor of at least 2", remedy="give replication_factor=2, or fsync=local")
     node = config.node or _hostname()
-    address = config.address or (f"{_hostname()}:{config.listen.rpartition(':')[2]}" if is_wildcard(config.listen) else config.listen)
-    named = replace(config, node=node, failure_domain=config.failure_domain or node, address=address)
-    if is_wildcard(address):
+    address = config.address or config.listen
+    if not config.address and schema.is_wildcard(config.listen):
+        address = f"{_hostname()}:{config.listen.rpartition(':')[2]}"
+    resolved = replace(config, node=node, failure_domain=config.failure_domain or node, address=address)
+    if schema.is_wildcard(address):
         raise ConfigError(f"address {address} names no node", remedy="give address=HOST:PORT as other nodes reach this one")
-    _check_security(named)
+    _check_security(resolved)
     _check_etcd_keys(config)
-    return named
+    return resolved
 
 
 def _hostname() -> str:
     try:
-        return parse_label(socket.gethostname())
+        return schema.parse_label(socket.gethostname())
     except ConfigError as failure:
         raise ConfigError(
             f"the name of this machine cannot name a node: {failure}", remedy="give node=NAME and address=HOST:PORT"
@@ -284,8 +268,8 @@ def _check_security(config: Config) -> None:
     elif not config.insecure:
         remedy = "make them with `ckptfs keys init` and `ckptfs keys issue` and give keys=DIRECTORY; insecure is for tests on one machine"
         raise ConfigError("cluster was given without keys, by which nodes authenticate one another", remedy=remedy)
-    elif not (is_loopback(config.listen) and is_loopback(config.address)):
-        open_to_all = next(address for address in (config.listen, config.address) if not is_loopback(address))
+    elif not (schema.is_loopback(config.listen) and schema.is_loopback(config.address)):
+        open_to_all = next(address for address in (config.listen, config.address) if not schema.is_loopback(address))
         remedy = "give listen=127.0.0.1:7420, or keys=DIRECTORY instead of insecure"
         raise ConfigError(f"insecure is accepted on loopback addresses only, but {open_to_all} is not one", remedy=remedy)
 
@@ -297,7 +281,7 @@ def _check_etcd_keys(config: Config) -> None:
         raise ConfigError("etcd_cert was given without etcd_ca", remedy="give etcd_ca=FILE, the certificate of etcd's authority")
     if config.etcd_insecure and config.etcd_ca is not None:
         raise ConfigError("etcd_ca and etcd_insecure exclude one another", remedy="leave out etcd_insecure")
-    remote = [address for address in config.etcd if not is_loopback(address)]
+    remote = [address for address in config.etcd if not schema.is_loopback(address)]
     if remote and config.etcd_ca is None and not config.etcd_insecure:
         raise ConfigError(
             f"etcd at {remote[0]} would be used without TLS, so that anybody on the network can change the cluster's files",
