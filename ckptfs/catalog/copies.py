@@ -84,7 +84,7 @@ def load_check_figures(db: Database) -> CopyCheckFigures:
     # NVMe holds many files. RAM holds few, and they are all looked at.
     each = (oldest.format("", Tier.RAM.value), oldest.format("INDEXED BY copy_verified", Tier.NVME.value))
     known = [found for query in each if (found := db.value(f"{query} ORDER BY c.verified_ns LIMIT 1")) is not None]
-    bad_found = int(db.value("SELECT value FROM meta WHERE key = 'bad_copies'") or 0)
+    bad_found = int(db.get_meta("bad_copies") or 0)
     return CopyCheckFigures(min(known, default=0), bad_found, int(db.value("SELECT count(*) FROM copy WHERE state = 2 AND state <> 1")))
 
 

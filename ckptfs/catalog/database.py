@@ -224,6 +224,17 @@ class Database:
         found = self.connection.execute(sql, values).fetchone()
         return None if found is None else found[0]
 
+    def get_meta(self, key: str) -> Any:
+        """Return the value of a key in the table `meta`. Returns None if there is none."""
+        return self.value("SELECT value FROM meta WHERE key = ?", key)
+
+    def set_meta(self, key: str, value: str | int | None) -> None:
+        """Set the value of a key in the table `meta`; None deletes it."""
+        if value is None:
+            self.run("DELETE FROM meta WHERE key = ?", key)
+        else:
+            self.run("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", key, value)
+
     def run(self, sql: str, *values: Any) -> int:
         """Execute a statement that changes rows. Return how many it changed."""
         connection = self.connection
@@ -266,7 +277,7 @@ class Database:
 
 def record_clean_end(db: Database) -> None:
     """Record that every process has ended in order, so that the next start need not check everything."""
-    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('start', ?)", ENDED_CLEANLY)
+    db.set_meta("start", ENDED_CLEANLY)
     db.persist()
 
 
@@ -275,7 +286,7 @@ def record_start(db: Database, *, ended_cleanly: bool) -> None:
     if ended_cleanly:
         db.run("UPDATE meta SET value = ? WHERE key = 'start'", STARTING)
     else:
-        db.run("DELETE FROM meta WHERE key = 'start'")
+        db.set_meta("start", None)
     db.persist()
 
 

@@ -24,7 +24,7 @@ IDS_SKIPPED = 1 << 16
 
 def get_node_number(db: Database) -> int:
     """Return the number of this node in its cluster; 0 if it never got one."""
-    return int(db.value("SELECT value FROM meta WHERE key = 'number'") or 0)
+    return int(db.get_meta("number") or 0)
 
 
 def set_node_number(db: Database, new_number: int) -> None:
@@ -63,7 +63,7 @@ def bump_last_ids(db: Database, last_ids: Mapping[str, int]) -> None:
 
 def get_last_id(db: Database, table: str) -> int:
     """Return the last id that this node gave in `table`."""
-    return int(db.value("SELECT value FROM meta WHERE key = ?", f"last {table}"))
+    return int(db.get_meta(f"last {table}"))
 
 
 def is_history_directory(inode: int) -> bool:
@@ -78,12 +78,12 @@ def get_origin_node(identity: int) -> int:
 
 def get_catalog_id(db: Database) -> str:
     """Return the uuid of this catalog: 32 hex digits."""
-    return str(db.value("SELECT value FROM meta WHERE key = 'instance'"))
+    return str(db.get_meta("instance"))
 
 
 def get_cluster(db: Database) -> str | None:
     """Return the name of the cluster that this catalog belongs to. Returns None if there is none."""
-    found: str | None = db.value("SELECT value FROM meta WHERE key = 'cluster'")
+    found: str | None = db.get_meta("cluster")
     return found
 
 
@@ -115,15 +115,16 @@ def record_start(db: Database) -> int:
     """Count one more start of this node's mover. Return how many there were."""
     with db.transaction():
         db.run("INSERT INTO meta (key, value) VALUES ('starts', 1) ON CONFLICT (key) DO UPDATE SET value = value + 1")
-        return int(db.value("SELECT value FROM meta WHERE key = 'starts'"))
+        return int(db.get_meta("starts"))
 
 
 def record_last_members(db: Database, records: Iterable[bytes]) -> None:
     """Record the members of the cluster for a mover that starts without the store."""
-    db.change("INSERT OR REPLACE INTO meta (key, value) VALUES ('world', ?)", json.dumps([record.decode() for record in records]))
+    with db.transaction():
+        db.set_meta("world", json.dumps([record.decode() for record in records]))
 
 
 def list_last_members(db: Database) -> list[bytes]:
     """Return the members that were recorded last."""
-    text = db.value("SELECT value FROM meta WHERE key = 'world'")
+    text = db.get_meta("world")
     return [] if text is None else [record.encode() for record in json.loads(text)]

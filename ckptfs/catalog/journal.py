@@ -217,7 +217,7 @@ def get_instance_id(db: Database) -> str:
 
 def require_no_pfs(db: Database, state: Path, former: str = "") -> None:
     """Raise ConfigError if this catalog belongs to a PFS, which was at `former`."""
-    if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is not None:
+    if db.get_meta("pfs") is not None:
         raise ConfigError(
             f"the files in {state} belong to a PFS, and none is configured",
             remedy=f"give pfs={former or 'DIRECTORY'} as before, or state=DIRECTORY with an empty one",
@@ -229,7 +229,7 @@ def require_recorded(db: Database, cluster: str, state: Path) -> None:
 
     A node on its own writes all of them back. In a cluster no node would write back what was made before.
     """
-    if db.value("SELECT 1 FROM meta WHERE key = 'pfs'") is None and _has_unrecorded(db):
+    if db.get_meta("pfs") is None and _has_unrecorded(db):
         raise ConfigError(
             f"the files of the cluster {cluster} in {state} were written without a PFS, and would never be written back",
             remedy="leave out pfs=, or give another cluster with an empty state=DIRECTORY and copy the files",

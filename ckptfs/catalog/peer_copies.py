@@ -86,7 +86,7 @@ def set_live_nodes(db: Database, own_number: int, factor: int, nodes: Iterable[K
                 "INSERT OR REPLACE INTO peer (number, name, domain, alive, is_self, incarnation) VALUES (?, ?, ?, 1, ?, ?)",
                 node.number, node.name, node.domain, node.number == own_number, node.incarnation,
             )  # fmt: skip
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('factor', ?)", factor)
+        db.set_meta("factor", factor)
 
 
 def list_nodes(db: Database) -> dict[int, KnownNode]:
@@ -399,4 +399,4 @@ def count_unsafe(db: Database, closed_ns: int = 2**63 - 1) -> int:
 
 def get_replication_factor(db: Database) -> int:
     """Return how many copies are wanted, this node's included; 0 if it was never recorded."""
-    return int(db.value("SELECT value FROM meta WHERE key = 'factor'") or 0)
+    return int(db.get_meta("factor") or 0)

@@ -82,7 +82,7 @@ class PendingChanges:
 
 def get_pfs_path(db: Database) -> str:
     """Return where the PFS of this catalog was mounted last; an empty string if it never had one."""
-    return str(db.value("SELECT value FROM meta WHERE key = 'pfs_root'") or "")
+    return str(db.get_meta("pfs_root") or "")
 
 
 def reset_scans(db: Database, pfs: str) -> None:
@@ -94,7 +94,7 @@ def reset_scans(db: Database, pfs: str) -> None:
         db.run("DELETE FROM scan")
         db.run("DELETE FROM scan_dirty_name")
         if get_pfs_path(db) != pfs:
-            db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('pfs_root', ?)", pfs)
+            db.set_meta("pfs_root", pfs)
             db.run("UPDATE inode SET imported = 0, scanned_ns = 0 WHERE id = ?", ROOT)
 
 

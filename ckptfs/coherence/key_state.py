@@ -289,7 +289,7 @@ def load_name_revisions(db: Database, directory: int, after: bytes, up_to: bytes
 
 def get_disconnected_ns(db: Database) -> int:
     """Return when this node was disconnected, as it last recorded; 0 if it is connected."""
-    return int(db.value("SELECT value FROM meta WHERE key = 'island'") or 0)
+    return int(db.get_meta("island") or 0)
 
 
 def mark_disconnected(db: Database, since_ns: int) -> None:
@@ -298,7 +298,7 @@ def mark_disconnected(db: Database, since_ns: int) -> None:
     The last commit is in doubt: the store may have any change so far, but none from now on.
     """
     with db.transaction():
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('island', ?)", since_ns)
+        db.set_meta("island", since_ns)
         db.run(
             "INSERT INTO meta (key, value) VALUES ('in_doubt', ?) ON CONFLICT (key) DO UPDATE SET value = min(value, excluded.value)",
             get_last_change(db),
@@ -307,15 +307,15 @@ def mark_disconnected(db: Database, since_ns: int) -> None:
 
 def mark_returning(db: Database) -> None:
     """Record that changes are published again: each may be in the store before that is known."""
-    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('in_doubt', ?)", _EVERY_CHANGE)
+    db.set_meta("in_doubt", _EVERY_CHANGE)
 
 
 def mark_reintegrated(db: Database, now_ns: int) -> None:
     """Mark the node connected: all changes are published."""
     db.run("DELETE FROM meta WHERE key IN ('island', 'in_doubt')")
-    db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('returned', ?)", now_ns)
+    db.set_meta("returned", now_ns)
 
 
 def get_reintegrated_ns(db: Database) -> int:
     """Return when this node was reconnected for the last time; 0 for never."""
-    return int(db.value("SELECT value FROM meta WHERE key = 'returned'") or 0)
+    return int(db.get_meta("returned") or 0)

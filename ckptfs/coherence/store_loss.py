@@ -42,14 +42,14 @@ class AdoptionStep(StrEnum):
 
 def get_epoch(db: Database) -> bytes | None:
     """Return the store's epoch as this catalog knows it. Returns None if it never met a store."""
-    text = db.value("SELECT value FROM meta WHERE key = 'epoch'")
+    text = db.get_meta("epoch")
     return None if text is None else str(text).encode()
 
 
 def get_highest_revision(db: Database) -> int:
     """Return the highest revision of that store that was recorded."""
     own = db.value("SELECT max(revision) FROM cached_key WHERE kind = 'w'") or 0
-    return max(int(db.value("SELECT value FROM meta WHERE key = 'epoch revision'") or 0), int(own))
+    return max(int(db.get_meta("epoch revision") or 0), int(own))
 
 
 def record_revision(db: Database, value: bytes | None, revision_reached: int) -> None:
@@ -62,8 +62,8 @@ def record_revision(db: Database, value: bytes | None, revision_reached: int) ->
 def record_epoch(db: Database, value: bytes) -> None:
     """Record that the store has this epoch from now on."""
     with db.transaction():
-        db.run("DELETE FROM meta WHERE key = 'epoch revision'")
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('epoch', ?)", value.decode())
+        db.set_meta("epoch revision", None)
+        db.set_meta("epoch", value.decode())
 
 
 def build_new_epoch(found: Sequence[Item], before: bytes | None) -> tuple[Compare, Put] | None:
@@ -93,16 +93,13 @@ def build_epoch_compare(value: bytes) -> Compare:
 
 def get_adoption_step(db: Database) -> AdoptionStep | None:
     """Return how far this node's adoption is; None without one."""
-    found = db.value("SELECT value FROM meta WHERE key = 'adoption'")
+    found = db.get_meta("adoption")
     return None if found is None else AdoptionStep(found)
 
 
 def set_adoption_step(db: Database, step: AdoptionStep | None) -> None:
     """Record how far this node's adoption is; None ends it."""
-    if step is None:
-        db.run("DELETE FROM meta WHERE key = 'adoption'")
-    else:
-        db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('adoption', ?)", step.value)
+    db.set_meta("adoption", None if step is None else step.value)
 
 
 def order_adoption(db: Database, *, is_last: bool) -> None:
@@ -110,18 +107,18 @@ def order_adoption(db: Database, *, is_last: bool) -> None:
     with db.transaction():
         db.run("INSERT OR IGNORE INTO meta (key, value) VALUES ('adoption', ?)", AdoptionStep.ORDERED.value)
         if is_last:
-            db.run("INSERT OR REPLACE INTO meta (key, value) VALUES ('adoption is last', 1)")
+            db.set_meta("adoption is last", 1)
 
 
 def is_last_ordered(db: Database) -> bool:
     """Return True if a person has said that no other node will adopt the store."""
-    return db.value("SELECT 1 FROM meta WHERE key = 'adoption is last'") is not None
+    return db.get_meta("adoption is last") is not None
 
 
 def is_adopting(db: Database) -> bool:
     """Return True until all nodes have adopted the store: what it does not say need not be true."""
     epoch = get_epoch(db)
-    return epoch is not None and b'"after"' in epoch and db.value("SELECT value FROM meta WHERE key = 'adopted'") != epoch.decode()
+    return epoch is not None and b'"after"' in epoch and db.get_meta("adopted") != epoch.decode()
 
 
 def require_adopted(db: Database) -> None:
@@ -133,7 +130,7 @@ def require_adopted(db: Database) -> None:
 def record_adopted(db: Database) -> None:
     """Record that all nodes have adopted the store."""
     with db.transaction():
-        db.run("DELETE FROM meta WHERE key = 'adoption is last'")
+        db.set_meta("adoption is last", None)
         db.run("INSERT OR REPLACE INTO meta (key, value) SELECT 'adopted', value FROM meta WHERE key = 'epoch'")
 
 
