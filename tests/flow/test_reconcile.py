@@ -244,7 +244,7 @@ def test_an_open_copy_stays(tmp_path: Path) -> None:
     content = replicated(cluster)
     delete(cluster, f"i/{cluster.nodes[0].inode(content):016x}")
     for node in cluster.nodes:
-        node.hold_open(content)
+        node.hold(content)
         tidy(node)
         assert node.copies(content) == {Tier.RAM: CopyState.GOOD}
 

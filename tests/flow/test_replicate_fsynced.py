@@ -135,7 +135,7 @@ def test_a_file_that_was_closed_meanwhile_waits_for_its_level(two: LocalCluster)
 def test_a_failure_is_tried_again(two: LocalCluster, label: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = two.nodes
     content = one.make(b"log", os.urandom(20 * MIB), closed=False)
-    one.hold_open(content, writer=True)
+    one.hold(content, writer=True)
     inject_fault(monkeypatch, f"{label}=EIO")
     ahead = EarlyReplication(one.db, one.tiers, cluster_of(one))
     ahead.step()
@@ -155,7 +155,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
     one, other = two.nodes
     first = os.urandom(8 * BLOCK + 3)
     content = one.make(b"big", first, closed=False)
-    one.hold_open(content, writer=True)
+    one.hold(content, writer=True)
     flow = EarlyReplication(one.db, one.tiers, cluster_of(one))
     flow.step()
     assert one.peers.sent == [], "nothing is known to be complete at the first look"
@@ -181,7 +181,7 @@ def test_complete_blocks_go_ahead_and_the_seal_sends_the_rest(two: LocalCluster)
 def test_small_files_do_not_go_ahead(two: LocalCluster) -> None:
     one, _ = two.nodes
     content = one.make(b"small", os.urandom(2 * BLOCK), closed=False)
-    one.hold_open(content, writer=True)
+    one.hold(content, writer=True)
     flow = EarlyReplication(one.db, one.tiers, cluster_of(one))
     for _ in range(3):
         flow.step()

@@ -27,7 +27,7 @@ def times(monkeypatch: pytest.MonkeyPatch) -> None:
 def log_of(node: Node) -> int:
     """A file that is being written, and stays open."""
     content = node.make(b"log", DATA, closed=False)
-    node.hold_open(content, writer=True)
+    node.hold(content, writer=True)
     publish(node)
     return content
 
@@ -85,7 +85,7 @@ def test_what_was_only_opened_is_not_copied(tmp_path: Path, monkeypatch: pytest.
     _, content, one, _ = make_replicated(tmp_path, 2)
     sent = len(one.peers.sent)
     content = one.reopen(content, Tier.RAM)
-    one.hold_open(content, writer=True)
+    one.hold(content, writer=True)
     flow = regularly(one)
     flow.step()
     assert len(one.peers.sent) == sent
@@ -123,7 +123,7 @@ def test_the_last_copy_counts_when_the_writer_dies(tmp_path: Path, again: bool, 
     if again:
         content_before = replicated(cluster)
         content = change(one, content_before, appended, stop="open")
-        one.hold_open(content, writer=True)
+        one.hold(content, writer=True)
     else:
         content = log_of(one)
     inode, data = one.inode(content), one.data(content)

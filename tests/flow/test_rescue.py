@@ -115,7 +115,7 @@ def test_the_checkpoint_with_the_fewest_bytes_missing_is_completed(clique: Cliqu
     clique.replicate(1)  # One of two files.
     clique.save(200)
     clique.node.written(b"step_300-rank0.pt", b"x" * SIZE)
-    clique.node.hold_open(clique.node.make(b"step_300-rank1.pt", b"x", closed=False), writer=True)
+    clique.node.hold(clique.node.make(b"step_300-rank1.pt", b"x", closed=False), writer=True)
     rescue = Rescue(clique.node.db, Level.CLIQUE, 25.0)
     rescue.refresh_if_due()
     clique.flow.retry_now()
@@ -131,7 +131,7 @@ def test_open_files_are_secured_after_the_most_urgent_checkpoints(clique: Clique
     clique.save(100)
     node = clique.node
     log = node.make(b"md.log", b"x" * SIZE, closed=False)
-    node.hold_open(log, writer=True)
+    node.hold(log, writer=True)
     rescue = Rescue(node.db, Level.CLIQUE, 25.0)
     rescue.refresh_if_due()
     assert mover_requests.list_open(node.db, mover_requests.REPLICATE_NOW) == [], "checkpoints first"

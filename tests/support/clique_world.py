@@ -145,10 +145,6 @@ class Node(LocalNode):
             self.tiers[Tier.RAM].remove(number)
         self.db.run("DELETE FROM copy WHERE tier = 'ram'")
 
-    def hold_open(self, content: int, *, writer: bool = False) -> None:
-        """Somebody has the file open."""
-        super().hold(content, writer=writer)
-
     def kill(self) -> None:
         """The node answers nobody, and its lease runs out."""
         self.alive = False
@@ -452,7 +448,6 @@ def replicated(cluster: LocalCluster, name: bytes, data: bytes) -> int:
     """A file of node 1 that node 2 holds, and of which the store knows."""
     one, two = cluster.nodes[:2]
     content = one.written(name, data)
-    flow = replicate_of(one)
-    until(lambda: level(one, content) is Level.CLIQUE, flow.step)
+    replicate(one, content)
     AnnounceCopies(two.db, cluster_of(two)).step()
     return content
