@@ -84,11 +84,6 @@ def holding_up(node: PeerNode, held: threading.Event, after: int) -> None:
     streams.encode_run = slow  # type: ignore[method-assign]
 
 
-def test_several_sources_bring_one_file(world: World) -> None:
-    assert world.fetch(world.nodes) == DATA
-    assert sorted(world.came) == list(range(8))
-
-
 def test_a_node_that_answers_no_has_not_failed(world: World) -> None:
     """N4: what is deleted or replaced meanwhile says nothing about its node, nor does what is wanted no more; one that has gone does."""
     node = world.nodes[0]

@@ -205,14 +205,6 @@ def test_a_mover_that_dies_again_and_again_does_not_end_the_mount(world: World, 
     assert world.run(act) == 0
 
 
-def test_a_silent_child_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "WATCHDOG_S", 1.5)
-    monkeypatch.setattr(supervisor, "TURN_MAX_S", 0.1)
-    world.script.write_text("mount serve\nmount unmounted\n")
-    assert world.run() == 0
-    assert len(world.lives("mount")) == 2
-
-
 def test_a_pause_of_the_machine_kills_no_child(world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """P8: the children stood still, too."""
     monotonic, paused_s = time.monotonic, [0.0]
