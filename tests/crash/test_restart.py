@@ -116,10 +116,6 @@ def manager(tmp_path: Path) -> Iterator[ServiceManager]:
     made.close()
 
 
-def _gone(pid: int) -> bool:
-    return not procfs.is_running(pid)
-
-
 def _kill_supervisor(daemon: DaemonUnderTest) -> None:
     """kill -9, and wait until the children have followed by themselves."""
     assert daemon.process is not None
@@ -127,7 +123,7 @@ def _kill_supervisor(daemon: DaemonUnderTest) -> None:
     children = [daemon.pid(role) for role in ("mount", "mover") if daemon.processes()[role]["pid"]]
     daemon.process.kill()
     daemon.process.wait(60)
-    eventually(lambda: all(_gone(pid) for pid in children), what="the children end when their supervisor is gone")
+    eventually(lambda: not any(procfs.is_running(pid) for pid in children), what="the children end when their supervisor is gone")
 
 
 def test_a_supervisor_that_systemd_starts_again_takes_up_the_same_mount(
