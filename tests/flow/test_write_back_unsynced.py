@@ -26,7 +26,7 @@ def flow(mount: Mount) -> WriteBack:
 
 
 @contextmanager
-def unsynced(monkeypatch: pytest.MonkeyPatch, end: bytes = b"/bad") -> Iterator[list[bytes]]:
+def unsynced(end: bytes = b"/bad") -> Iterator[list[bytes]]:
     """The paths of which fsync was called meanwhile. It fails for paths that end like this."""
     calls, original = [], os.fsync
 
@@ -36,7 +36,7 @@ def unsynced(monkeypatch: pytest.MonkeyPatch, end: bytes = b"/bad") -> Iterator[
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         original(fd)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", fsync)
         yield calls
 
@@ -47,8 +47,8 @@ def level(mount: Mount, path: bytes) -> Level:
     return listed.level
 
 
-def test_others_go_on_and_its_files_do_not_count(mount: Mount, flow: WriteBack, monkeypatch: pytest.MonkeyPatch) -> None:
-    with unsynced(monkeypatch) as calls:
+def test_others_go_on_and_its_files_do_not_count(mount: Mount, flow: WriteBack) -> None:
+    with unsynced() as calls:
         for name in (b"bad/f", b"good/f", b"bad/g", b"top"):
             mount.put(name, name)
         rest(flow)
@@ -68,10 +68,8 @@ def test_others_go_on_and_its_files_do_not_count(mount: Mount, flow: WriteBack, 
     assert level(mount, b"bad/f") is Level.PFS and mount.troubles() == []
 
 
-def test_what_is_below_a_directory_that_was_made_in_it_does_not_count(
-    mount: Mount, flow: WriteBack, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with unsynced(monkeypatch):
+def test_what_is_below_a_directory_that_was_made_in_it_does_not_count(mount: Mount, flow: WriteBack) -> None:
+    with unsynced():
         mount.mkdir(b"bad/new")
         mount.put(b"bad/new/f", b"data")
         mount.put(b"good/f", b"data")
@@ -82,11 +80,11 @@ def test_what_is_below_a_directory_that_was_made_in_it_does_not_count(
     assert level(mount, b"bad/new/f") is Level.PFS
 
 
-def test_changes_of_names_go_on(mount: Mount, flow: WriteBack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changes_of_names_go_on(mount: Mount, flow: WriteBack) -> None:
     for name in (b"bad/f", b"bad/gone", b"good/f"):
         mount.put(name, name)
     mount.settle(flow)
-    with unsynced(monkeypatch):
+    with unsynced():
         mount.put(b"bad/f", b"new")
         mount.rename(b"bad/f", b"bad/renamed")
         mount.unlink(b"bad/gone")
@@ -102,10 +100,10 @@ def test_changes_of_names_go_on(mount: Mount, flow: WriteBack, monkeypatch: pyte
     mount.settle_exactly(flow)
 
 
-def test_an_fsync_of_an_open_file_waits(mount: Mount, flow: WriteBack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_fsync_of_an_open_file_waits(mount: Mount, flow: WriteBack) -> None:
     """With fsync=pfs."""
     content = mount.put(b"bad/open", b"first", closed=False)
-    with unsynced(monkeypatch):
+    with unsynced():
         mount.synced(content)
         rest(flow)
         assert summary.has_pending(mount.db, mount.number(b"bad/open"))
@@ -113,11 +111,9 @@ def test_an_fsync_of_an_open_file_waits(mount: Mount, flow: WriteBack, monkeypat
     mount.settle(flow)
 
 
-def test_the_bytes_that_the_pfs_shows_are_used_when_nothing_else_is_left(
-    mount: Mount, flow: WriteBack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_bytes_that_the_pfs_shows_are_used_when_nothing_else_is_left(mount: Mount, flow: WriteBack) -> None:
     content = mount.put(b"bad/f", b"data")
-    with unsynced(monkeypatch):
+    with unsynced():
         rest(flow)
     mount.tiers[Tier.RAM].remove(content)
     Recover(mount.db, mount.tiers, mount.told).run()
@@ -125,8 +121,8 @@ def test_the_bytes_that_the_pfs_shows_are_used_when_nothing_else_is_left(
     assert level(mount, b"bad/f") is Level.PFS
 
 
-def test_nothing_is_set_aside_if_the_top_cannot_be_synced(mount: Mount, flow: WriteBack, monkeypatch: pytest.MonkeyPatch) -> None:
-    with unsynced(monkeypatch, end=b"/pfs"):
+def test_nothing_is_set_aside_if_the_top_cannot_be_synced(mount: Mount, flow: WriteBack) -> None:
+    with unsynced(end=b"/pfs"):
         mount.put(b"top", b"data")
         with pytest.raises(TierUnavailable):
             rest(flow, failures_max=3)
@@ -134,9 +130,9 @@ def test_nothing_is_set_aside_if_the_top_cannot_be_synced(mount: Mount, flow: Wr
     mount.settle_exactly(flow)
 
 
-def test_no_more_is_synced_than_before(mount: Mount, flow: WriteBack, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_is_synced_than_before(mount: Mount, flow: WriteBack) -> None:
     """One file, one directory: one call for each."""
-    with unsynced(monkeypatch, end=b"nothing") as calls:
+    with unsynced(end=b"nothing") as calls:
         mount.put(b"good/f", b"data")
         rest(flow)
     assert [os.path.basename(path) for path in calls if path.endswith(b"/good")] == [b"good"] and len(calls) == 2
