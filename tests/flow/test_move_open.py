@@ -4,14 +4,13 @@ import os
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 from local_node import MIB, Node, in_process
 
 from ckptfs import disk
-from ckptfs.catalog import contents, copies
-from ckptfs.errors import DigestMismatch, NoSpace
+from ckptfs.catalog import copies
+from ckptfs.errors import DigestMismatch
 from ckptfs.flow.reclaim import Reclaim
 from ckptfs.flow.recover import Recover
 from ckptfs.model import CopyState, Tier
@@ -117,13 +116,3 @@ def test_a_copy_that_reads_back_otherwise_is_given_up(tmp_path: Path, monkeypatc
         local_copies.copy_open(node.tiers[Tier.RAM].open(content), node.tiers[Tier.NVME], content)
     assert node.files(Tier.NVME) == set() and node.copies(content) == {Tier.RAM: CopyState.GOOD}
     assert node.data(content) == DATA + bytes(MIB)
-
-
-def test_a_move_that_cannot_be_recorded_leaves_the_file_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """P1, P5: the disk of the catalog is full."""
-    node, content = make_open(tmp_path, Tier.NVME)
-    os.close(local_copies.copy_open(node.tiers[Tier.NVME].open(content), node.tiers[Tier.PFS], content))
-    monkeypatch.setattr(contents, "record_move", Mock(side_effect=NoSpace("the disk is full")))
-    with pytest.raises(NoSpace):
-        local_copies.record_open_move(node.db, content, node.tiers[Tier.NVME], Tier.PFS)
-    assert node.copies(content) == {Tier.NVME: CopyState.GOOD} and node.data(content, Tier.NVME) == DATA + bytes(MIB)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import trio
@@ -20,6 +21,7 @@ from local_node import Node
 
 from ckptfs import limits
 from ckptfs.catalog import contents, namespace
+from ckptfs.catalog.database import Database
 from ckptfs.coherence import key_state
 from ckptfs.coherence.key_state import CachedValue
 from ckptfs.coherence.keys import INODE, SharedKey
@@ -149,3 +151,22 @@ def hang_on_pfs(act: Callable[..., Any], hangs: threading.Event) -> Callable[...
         return act(storage, *arguments)
 
     return call
+
+
+@pytest.mark.parametrize(("failing", "tier"), [("record_move", Tier.NVME), ("persist", Tier.PFS)])
+async def test_a_file_that_moves_is_written_where_the_catalog_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str, tier: Tier
+) -> None:
+    """P5: the disk of the catalog fails before the move is recorded, or before that is durable."""
+    node = Node(tmp_path)
+    content = node.make(b"file", b"bytes", tier=Tier.NVME, closed=False)
+    source = node.tiers[Tier.NVME]
+    file = OpenFile(node.inode(content), content, source, source.open(content, os.O_RDWR), is_writable=True)
+    handlers = FileHandlers(cast(Any, SimpleNamespace(db=node.db, wake_channel=QUIET)), cast(Any, None))
+    broken = contents if failing == "record_move" else Database
+    monkeypatch.setattr(broken, failing, Mock(side_effect=OSError(errno.EIO, "the disk fails")))
+    has_moved = await handlers._move_to(file, source, content, node.tiers[Tier.PFS])
+    assert has_moved is (tier is Tier.PFS) and file.tier is tier and list(node.copies(content)) == [tier]
+    os.pwrite(file.fd, b"B", 0)
+    assert node.data(content, tier) == b"Bytes"
+    os.close(file.fd)
