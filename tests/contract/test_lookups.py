@@ -126,7 +126,7 @@ async def test_a_step_of_another_system_call_is_asked_for_anew(_: Node, walker: 
         assert await walker.reads(lambda top=top: walker.walks.refresh_name(top, b"b", pid=THREAD)) == reads
 
 
-def test_the_system_call_of_a_thread(tmp_path: Path) -> None:
+def test_the_system_call_of_a_thread() -> None:
     """It is the same while it lasts, and another one in the next; nothing is said of a thread that is gone."""
     assert read_syscall(2**22) == b""
     source, target = os.pipe()

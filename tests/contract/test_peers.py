@@ -212,7 +212,7 @@ def test_a_call_that_is_no_longer_wanted_ends(pair: Pair, tmp_path: Path) -> Non
     eventually(lambda: pair.node.host.arriving() == 0, what="what had arrived is given up")
 
 
-def test_nobody_there_says_so_at_once(keyring: Keyring, tmp_path: Path) -> None:
+def test_nobody_there_says_so_at_once(keyring: Keyring) -> None:
     peers = client("node2", keyring("node2"))
     with pytest.raises(PeerFailed, match="does not answer"):
         peers.ping(There("node1", "127.0.0.1:9"))

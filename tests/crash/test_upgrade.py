@@ -207,7 +207,7 @@ mountpoint -q "$MOUNT" || echo unmounted
 """
 
 
-def test_systemd_restarts_and_reloads_a_service_under_an_open_file(tmp_path: Path, make_daemon: MakeDaemon) -> None:
+def test_systemd_restarts_and_reloads_a_service_under_an_open_file(make_daemon: MakeDaemon) -> None:
     """X2: with the shipped unit and a systemd of our own. `restart` leaves the mount, `reload` replaces the version, `stop` drains."""
     need("unshare", "systemctl")
     daemon = make_daemon("auto", start=False)

@@ -202,7 +202,7 @@ def test_a_newer_former_content_takes_the_place_of_what_the_pfs_has(tmp_path: Pa
 
 @pytest.mark.parametrize("had_it", [True, False])
 @pytest.mark.parametrize("has_landed", [True, False])
-def test_a_write_back_in_hand_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, had_it: bool, has_landed: bool) -> None:
+def test_a_write_back_in_hand_is_waited_for(tmp_path: Path, had_it: bool, has_landed: bool) -> None:
     """P9: its writer died while it wrote the newer state back. What has landed there is shown, not what others had before."""
     cluster, content, one, two = make_replicated(tmp_path, 2)
     inode = one.inode(content)

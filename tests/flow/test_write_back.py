@@ -344,7 +344,7 @@ def test_the_same_bytes_are_not_copied_again(mount: Mount) -> None:
     assert summary.get_level(mount.db, mount.number(b"file")) is Level.PFS
 
 
-def test_a_pfs_with_room_for_some_takes_these(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pfs_with_room_for_some_takes_these(mount: Mount) -> None:
     for number in range(16):
         mount.put(b"%02d" % number, b"x")
     calls = []

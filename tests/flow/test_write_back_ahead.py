@@ -177,7 +177,7 @@ def test_sets_that_the_history_names_go_ahead_with_their_names_there(mount: Moun
     mount.settle_exactly(flow)
 
 
-def test_a_refused_file_does_not_hold_up_the_others(mount: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_file_does_not_hold_up_the_others(mount: Mount) -> None:
     mount.mkdir(b"run")
     for step in STEPS:
         save(mount, step)

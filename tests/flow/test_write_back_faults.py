@@ -252,7 +252,7 @@ class Strike:
 
 
 @pytest.mark.parametrize("action", ["kill", "kill-after", "EIO"])
-def test_struck_behind_a_large_copy(tmp_path: Path, action: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_struck_behind_a_large_copy(tmp_path: Path, action: str) -> None:
     """While it waits for the disk, with the file half copied: nothing of it appears, and then all of it does."""
     mount = Mount(tmp_path)
     mount.put(b"large", os.urandom(24 << 20))

@@ -609,7 +609,7 @@ def test_a_directory_does_not_cross_a_mount(mount: Mount, inner: None) -> None:
 
 
 @needs_root
-def test_a_link_across_a_mount_is_a_copy(mount: Mount, inner: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_link_across_a_mount_is_a_copy(mount: Mount, inner: None) -> None:
     mount.put(b"x", b"data")
     mount.settle()
     mount.link(b"x", b"sub/x")

@@ -165,7 +165,7 @@ def test_nobody_acts_as_somebody_whom_the_kernel_refuses(tmp_path: Path, refused
     assert ((tmp_path / "mine").stat().st_uid, (tmp_path / "mine").stat().st_gid) == (0, 0)
 
 
-def test_a_user_that_a_namespace_does_not_know_is_refused(tmp_path: Path) -> None:
+def test_a_user_that_a_namespace_does_not_know_is_refused() -> None:
     """In a user namespace with root alone, the real calls refuse."""
     code = (
         "from ckptfs.tiers import pfs_ownership\n"

@@ -3,7 +3,6 @@
 import signal
 from collections.abc import Callable
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from daemon_under_test import DaemonUnderTest, NotStarted, eventually, shorten
@@ -95,7 +94,7 @@ def test_a_catalog_stays_in_its_cluster(etcd: Etcd, make_daemon: Make) -> None:
 
 
 @pytest.mark.alone
-def test_what_was_written_alone_does_not_come_into_a_cluster(make_daemon: Make, tmp_path: Path) -> None:
+def test_what_was_written_alone_does_not_come_into_a_cluster(make_daemon: Make) -> None:
     daemon = make_daemon()
     (daemon.path / "file").write_bytes(b"x")
     daemon.unmount()

@@ -66,7 +66,7 @@ def test_status_shows_the_others_and_names_the_silent_one(two: Served, run: Run,
     assert "does not answer" in found[0]["troubles"][0]["what"] and found[0]["troubles"][0]["remedy"]
 
 
-def test_several_silent_mounts_cost_the_time_of_one(two: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_silent_mounts_cost_the_time_of_one(two: Served) -> None:
     """They are asked at once: each question waits for all others to have begun."""
     import threading
 

@@ -192,9 +192,7 @@ def test_a_silent_daemon_leaves_a_gap_and_a_gone_mount_nothing(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("for_caller", [True, False])
-def test_only_the_caller_sees_names_of_private_series(
-    served: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, for_caller: bool
-) -> None:
+def test_only_the_caller_sees_names_of_private_series(served: Served, monkeypatch: pytest.MonkeyPatch, for_caller: bool) -> None:
     """F6. The terminal is the caller's own, and the page is for all users of the machine."""
     with served.node.db.transaction() as db:
         made = namespace.create(db, ROOT, b"mine", 0o040700, uid=7, gid=7, allow_unimported=True).id

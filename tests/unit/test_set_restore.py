@@ -117,7 +117,7 @@ def test_bad_bytes_are_not_restored(tree: HistoryDirectory, tmp_path: Path) -> N
     assert os.listdir(tree.root / "run1") == []
 
 
-def test_a_place_that_cannot_be_written(tree: HistoryDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_place_that_cannot_be_written(tree: HistoryDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was there comes back if the last rename fails."""
     tree.add(STEP, "step_1", FILES)
     place = tree.root / "run1" / "step_1"
