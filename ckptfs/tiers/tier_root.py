@@ -89,8 +89,8 @@ class TierRoot:
             self._log_failure(failure)
 
     def record_silence(self) -> None:
-        """Note that a call on NVMe hangs. New files go elsewhere until a call is answered."""
-        if self.tier is Tier.NVME and self.is_usable:
+        """Note that a call hangs. New files go elsewhere until a call is answered."""
+        if self.is_usable:
             failure = OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
             self._failure, self._failed_s = failure, math.inf
             self._log_failure(failure)

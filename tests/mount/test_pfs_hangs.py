@@ -164,3 +164,17 @@ def test_names_of_files_on_a_silent_pfs_can_change(make_daemon: Make, data_path:
         os.close(descriptor)
     daemon.settle()
     assert differences(daemon.path, silent.path) == []
+
+
+def test_new_files_use_the_rest_of_ram_while_the_pfs_is_silent(make_daemon: Make, data_path: str, silent: SilentPfs) -> None:
+    """P1: above its high watermark, RAM has room that no other tier can give now."""
+    daemon = make_daemon(data_path, ram="64M", nvme=None, pfs=silent.path)
+    daemon.expect_warning("pfs|PFS|write back|scan|fetch|does not answer|cannot be|silent|content")
+    (daemon.path / "d").mkdir()
+    daemon.settle()
+    silent.swallow()
+    for number in range(5):
+        assert soon(lambda number=number: (daemon.path / f"d/{number}").write_bytes(bytes([number]) * 11 * MIB))
+    silent.resume()
+    daemon.settle()
+    assert differences(daemon.path, silent.path) == []

@@ -78,7 +78,7 @@ class TierMonitor:
             await trio.sleep(SILENCE_REPORT_S)
             now_s = trio.current_time()
             verdict = health.after_silence(self._health, now_s, now_s - begun_s)
-            if verdict.state is not HealthState.NORMAL:
+            if verdict.state is not HealthState.NORMAL and self._storage.tier is Tier.NVME:
                 self._storage.record_silence()
             await self._set_health(verdict)
 

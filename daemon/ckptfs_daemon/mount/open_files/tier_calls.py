@@ -99,9 +99,9 @@ async def run_unless_cancelled(tier: Tier, act: Callable[[], T], discard: Callab
 
 
 async def run_if_answered(storage: TierStorage, act: Callable[[], T], discard: Callable[[T], None] = lambda _: None) -> T:
-    """Run `act`, the first of several calls on NVMe, as `run_unless_cancelled`.
+    """Run `act`, the first of several calls on NVMe or the PFS, as `run_unless_cancelled`.
 
-    If NVMe does not answer, new files go elsewhere, and this raises ETIMEDOUT.
+    If the tier does not answer, new files go elsewhere, and this raises ETIMEDOUT.
     """
     with trio.move_on_after(limits.PFS_STALL_S):
         return await run_unless_cancelled(storage.tier, act, discard)

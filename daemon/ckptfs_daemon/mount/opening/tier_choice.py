@@ -2,7 +2,7 @@
 
 A choice neither waits nor touches the rows. A request waits for space before it answers ENOSPC (P10): space comes while the mover seals,
 writes back, evicts or removes. It also comes when a program below a memory limit closes its file, which gives back what was prepared ahead
-of it. The wait goes on while such work is pending and something changes, and while NVMe does not answer. The mover learns how much is
+of it. The wait goes on while such work is pending and something changes, and while a tier does not answer. The mover learns how much is
 wanted, and drops copies that it would keep otherwise.
 
 Crash safety: a prepared file that was enlarged or given back belongs to no row. A demand in the catalog expires by its time.
@@ -25,7 +25,7 @@ from ckptfs_daemon.fuse import killable
 from ckptfs_daemon.mount.context import MountContext
 from ckptfs_daemon.mount.open_files.handle_ways import Reason
 from ckptfs_daemon.mount.open_files.open_file import STAT_BLOCK_BYTES
-from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_if_answered, run_in_thread
+from ckptfs_daemon.mount.open_files.tier_calls import close_logged, run_if_answered
 from ckptfs_daemon.mount.opening.open_request import OpenRequest
 
 
@@ -44,7 +44,7 @@ def read_pfs_facts(fd: int) -> PfsFacts:
 async def create_file(storage: TierStorage, content: int, flags: int, times: tuple[int, int]) -> tuple[int, PfsFacts | None]:
     """Create the file of a content outside RAM, in a thread. Return a descriptor, and facts of the PFS.
 
-    Raises OSError; ETIMEDOUT if NVMe does not answer, as another tier may have room.
+    Raises OSError; ETIMEDOUT if the tier does not answer, as another one may have room.
     """
 
     def create() -> tuple[int, PfsFacts | None]:
@@ -56,8 +56,6 @@ async def create_file(storage: TierStorage, content: int, flags: int, times: tup
         close_logged(created[0], storage.tier)
         storage.remove(content)
 
-    if storage.tier is Tier.PFS:
-        return await run_in_thread(storage.tier, create)
     return await run_if_answered(storage, create, discard)
 
 
