@@ -69,7 +69,7 @@ def _two_daemons(files: int, local: int) -> Iterator[tuple[DaemonUnderTest, Daem
 
 
 def _populate(daemon: DaemonUnderTest, nvme: Path, pfs: Path, files: int, local: int) -> None:
-    """Insert the rows of `files` empty sealed files and create the files that they stand for."""
+    """Insert the rows of `files` empty sealed files, all of them checked, and create the files that they stand for."""
     begun = time.monotonic()
     connection = sqlite3.connect(daemon.state / "catalog.db", isolation_level=None)
     connection.execute("PRAGMA synchronous=OFF")
@@ -101,13 +101,16 @@ def _populate(daemon: DaemonUnderTest, nvme: Path, pfs: Path, files: int, local:
         connection.execute("INSERT INTO entry (parent, name, child) VALUES (?, ?, ?)", (directory, name.encode(), inode))
         _insert_pfs_entry(connection, directory, name, inode, found)
         connection.execute(
-            "INSERT INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks)"
-            " VALUES (?, 1, 1, 0, ?, ?, ?, x'')",
-            (inode, times[0], found.st_ino, empty),
+            "INSERT INTO pfs_file (inode, generation, complete, size, mtime_ns, pfs_inode, digest, blocks, checked_ns)"
+            " VALUES (?, 1, 1, 0, ?, ?, ?, x'', ?)",
+            (inode, times[0], found.st_ino, empty, times[0]),
         )
         if number < local:
             os.close(os.open(contents / f"{inode:016x}", os.O_CREAT | os.O_WRONLY, 0o600))
-            connection.execute("INSERT INTO copy (content, tier, state, used_ns) VALUES (?, 'nvme', 1, ?)", (inode, times[0] + number))
+            connection.execute(
+                "INSERT INTO copy (content, tier, state, used_ns, verified_ns) VALUES (?, 'nvme', 1, ?, ?)",
+                (inode, times[0] + number, times[0]),
+            )
     connection.execute("COMMIT")
     connection.close()
     print(f"{files} files made in {time.monotonic() - begun:.0f} s", flush=True)
