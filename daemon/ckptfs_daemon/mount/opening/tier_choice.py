@@ -147,12 +147,12 @@ class SpaceWait:
         if now_s - self._checked_s >= limits.NO_SPACE_CHECK_S:
             self._checked_s = now_s
             outlook = summary.load_space_outlook(self._context.db)
-            if outlook != self._outlook:
-                self._changed_s = now_s
-                self._context.mover_client.wake_mover(mover_requests.ALL_LANES)  # A full PFS may take a removal, and then more.
-            self._outlook = outlook
             summary.set_space_demand(self._context.db, wanted_bytes)
-            self._context.wake_channel.notify(ipc.WORK)
+            if outlook != self._outlook:
+                self._changed_s, self._outlook = now_s, outlook
+                self._context.mover_client.wake_mover(mover_requests.ALL_LANES)  # A full PFS may take a removal, and then more.
+            else:
+                self._context.wake_channel.notify(ipc.WORK)
         if self._context.open_files.top_up.is_growing:
             self._changed_s = now_s
         if any(storage.is_silent for storage in self._context.tiers.values()):
